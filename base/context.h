@@ -1,0 +1,18 @@
+/* The inside of a context, for base/ alone. */
+#ifndef ENGRAFT_BASE_CONTEXT_H
+#define ENGRAFT_BASE_CONTEXT_H
+
+#include "base/base.h"
+
+struct eg_context {
+  eg_allocator allocator;
+  eg_log_function log;
+  void *log_userdata;
+  egi_pool *pool;
+  unsigned references;
+  uint64_t n_allocations;
+  size_t bytes_in_use[EGI_PURPOSE_COUNT];
+  char error[1024];
+};
+
+#endif

@@ -1,0 +1,324 @@
+/* engraft: fine-tune ONNX language models inside the host's own process.
+ *
+ * This header is the whole public interface and its specification. Objects are opaque handles. What can fail
+ * returns eg_status; the text of the last failure of a context is eg_context_error(). Out-parameters come last and
+ * are written only on EG_OK. Every destroy function accepts NULL. Strings are UTF-8 and NUL-terminated.
+ *
+ * Threads: a context and everything made from it belong to one thread at a time; contexts are independent of each
+ * other. The only call allowed from any thread at any time is eg_trainer_request_stop().
+ *
+ * Ownership: an object keeps alive what it depends on, so handles may be destroyed in any order.
+ *
+ * Option structs: initialise with the _INIT macro, which carries the real defaults and the size of the struct as the
+ * caller was compiled; a library newer or older than the caller reads only what both know. */
+#ifndef ENGRAFT_H
+#define ENGRAFT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(ENGRAFT_SHARED) && defined(__GNUC__)
+#define EG_API __attribute__((visibility("default")))
+#else
+#define EG_API
+#endif
+
+#define EG_VERSION_MAJOR 0
+#define EG_VERSION_MINOR 1
+#define EG_VERSION_PATCH 0
+
+typedef enum eg_status {
+  EG_OK = 0,
+  EG_ERROR_ARGUMENT,    /* the caller's mistake: NULL, out of range, conflicting options */
+  EG_ERROR_MEMORY,      /* the allocator said no */
+  EG_ERROR_IO,          /* a file cannot be opened, read, mapped or written */
+  EG_ERROR_FORMAT,      /* a file's bytes are not what its format says */
+  EG_ERROR_UNSUPPORTED, /* well-formed, but no kernel, type, or feature for it */
+  EG_ERROR_SHAPE,       /* shapes or types in a graph contradict each other */
+  EG_ERROR_DATA,        /* training data or an adapter does not fit the model */
+  EG_ERROR_BUDGET,      /* a memory budget or limit is too small */
+  EG_ERROR_DEVICE,      /* the device or its driver failed */
+  EG_ERROR_STOPPED,     /* eg_trainer_request_stop() was called */
+  EG_ERROR_INTERNAL     /* a bug in engraft */
+} eg_status;
+
+/* Element types; the values are those of ONNX TensorProto.DataType. */
+typedef enum eg_dtype {
+  EG_DTYPE_UNDEFINED = 0,
+  EG_DTYPE_F32 = 1,
+  EG_DTYPE_U8 = 2,
+  EG_DTYPE_I8 = 3,
+  EG_DTYPE_U16 = 4,
+  EG_DTYPE_I16 = 5,
+  EG_DTYPE_I32 = 6,
+  EG_DTYPE_I64 = 7,
+  EG_DTYPE_STRING = 8,
+  EG_DTYPE_BOOL = 9,
+  EG_DTYPE_F16 = 10,
+  EG_DTYPE_F64 = 11,
+  EG_DTYPE_U32 = 12,
+  EG_DTYPE_U64 = 13,
+  EG_DTYPE_C64 = 14,
+  EG_DTYPE_C128 = 15,
+  EG_DTYPE_BF16 = 16,
+  EG_DTYPE_F8E4M3FN = 17,
+  EG_DTYPE_F8E4M3FNUZ = 18,
+  EG_DTYPE_F8E5M2 = 19,
+  EG_DTYPE_F8E5M2FNUZ = 20,
+  EG_DTYPE_U4 = 21,
+  EG_DTYPE_I4 = 22,
+  EG_DTYPE_F4E2M1 = 23,
+  EG_DTYPE_F8E8M0 = 24,
+  EG_DTYPE_U2 = 25,
+  EG_DTYPE_I2 = 26
+} eg_dtype;
+
+typedef struct eg_context eg_context;
+typedef struct eg_model eg_model;
+typedef struct eg_dataset eg_dataset;
+typedef struct eg_trainer eg_trainer;
+typedef struct eg_runner eg_runner;
+
+/* "0.1.0" */
+EG_API const char *eg_version(void);
+/* A status in words, for example "out of memory"; never NULL. */
+EG_API const char *eg_status_text(eg_status status);
+
+/* ---- context ----------------------------------------------------------------------------------------------- */
+
+/* Host memory. `allocate` returns NULL on failure; `release` gets the size that was asked for. Called from the
+ * context's thread only. */
+typedef struct eg_allocator {
+  void *(*allocate)(void *userdata, size_t size_bytes, size_t alignment);
+  void (*release)(void *userdata, void *memory, size_t size_bytes);
+  void *userdata;
+} eg_allocator;
+
+typedef enum eg_log_level { EG_LOG_ERROR, EG_LOG_WARNING, EG_LOG_INFO, EG_LOG_DEBUG } eg_log_level;
+typedef void (*eg_log_function)(void *userdata, eg_log_level level, const char *message);
+
+typedef struct eg_context_options {
+  size_t struct_size;
+  const eg_allocator *allocator; /* NULL: the C library's; copied */
+  eg_log_function log;           /* NULL: silent */
+  void *log_userdata;
+  int n_threads; /* CPU kernels; 0: one for each core. Results do not depend on it */
+} eg_context_options;
+#define EG_CONTEXT_OPTIONS_INIT \
+  { sizeof(eg_context_options), NULL, NULL, NULL, 0 }
+
+/* `options` may be NULL. Fails with EG_ERROR_MEMORY or EG_ERROR_ARGUMENT; *out_context is then untouched. */
+EG_API eg_status eg_context_create(const eg_context_options *options, eg_context **out_context);
+/* The context itself is released when the last object made from it is. */
+EG_API void eg_context_destroy(eg_context *context);
+/* One line that names the file, node or tensor of the last failure; "" before the first. Valid until the next call
+ * on this context. */
+EG_API const char *eg_context_error(const eg_context *context);
+
+/* Receives pieces of a text or file in order; returning anything but 0 stops the call with EG_ERROR_IO. */
+typedef int (*eg_write_function)(void *userdata, const void *bytes, size_t size_bytes);
+
+/* ---- model -------------------------------------------------------------------------------------------------- */
+
+typedef struct eg_model_options {
+  size_t struct_size;
+  const char *external_root; /* NULL: external data lies beside the model and no file of it is a link; else links are
+                                followed as long as they end inside this directory */
+  uint64_t max_nodes;        /* 0: 4,000,000 */
+  uint64_t max_bytes;        /* of the protobuf message, weights outside it not counted; 0: 8 GiB */
+  uint32_t max_depth;        /* of nested messages and functions; 0: 100 */
+} eg_model_options;
+#define EG_MODEL_OPTIONS_INIT \
+  { sizeof(eg_model_options), NULL, 0, 0, 0 }
+
+/* Loads an ONNX file: reads, checks, sorts, upgrades old operator versions, infers shapes. Weights stay where they
+ * are: the file and its external data are mapped until the model is destroyed and must not be truncated meanwhile.
+ * Every unsupported operator is named in one error. EG_ERROR_IO, _FORMAT, _UNSUPPORTED, _SHAPE, _BUDGET, _MEMORY. */
+EG_API eg_status eg_model_load(eg_context *context, const char *path, const eg_model_options *options,
+                               eg_model **out_model);
+/* As eg_model_load() from memory, which must stay valid and unchanged until the model is destroyed. `directory` is
+ * where external data lies; NULL: external data is refused. */
+EG_API eg_status eg_model_load_memory(eg_context *context, const void *bytes, size_t size_bytes, const char *directory,
+                                      const eg_model_options *options, eg_model **out_model);
+EG_API void eg_model_destroy(eg_model *model);
+
+/* Runs passes over the model's graph, in the order given: names separated by commas; NULL: the canonicalise and
+ * recognise stages. With `verify` != 0 the graph is run before and after each pass on random input and compared.
+ * After an error the model is unchanged. */
+EG_API eg_status eg_model_rewrite(eg_model *model, const char *passes, int verify);
+/* JSON: what each pass of the last eg_model_rewrite() tried, matched and nearly matched. */
+EG_API eg_status eg_model_report(const eg_model *model, eg_write_function write, void *userdata);
+/* Writes an ONNX file, through a temporary file that is renamed. Weights that came from external files are referred
+ * to when they lie under the new file's directory, and embedded otherwise (above 1 GiB: written to PATH.data). */
+EG_API eg_status eg_model_save(const eg_model *model, const char *path);
+/* The graph in the ONNX text syntax. */
+EG_API eg_status eg_model_print(const eg_model *model, eg_write_function write, void *userdata);
+/* JSON: inputs, outputs, operators, targets (module names an adapter can be grafted to), parameters and bytes. */
+EG_API eg_status eg_model_inspect(const eg_model *model, eg_write_function write, void *userdata);
+
+/* ---- data --------------------------------------------------------------------------------------------------- */
+
+/* One document. The caller owns the arrays. */
+typedef struct eg_document {
+  const int32_t *input_ids; /* [n_tokens] */
+  const int32_t *labels;    /* [n_tokens], -100 = not trained; NULL: every token is a label. Not shifted: the label of
+                               a token is the token itself, and the first token of a document is never a target */
+  uint32_t n_tokens;
+} eg_document;
+
+typedef struct eg_dataset_options {
+  size_t struct_size;
+  int is_text;       /* 0: JSON lines with input_ids and optionally labels or prompt_length; 1: bytes of a text file are
+                        tokens 0..255, cut into documents of `sequence` tokens */
+  uint32_t sequence; /* longest document, longer ones are cut at the end (is_text = 0); 0: unlimited, or 256 for text */
+} eg_dataset_options;
+#define EG_DATASET_OPTIONS_INIT \
+  { sizeof(eg_dataset_options), 0, 0 }
+
+/* Reads a data file whole and checks every line; the first bad one is named by its number. EG_ERROR_IO, _DATA. */
+EG_API eg_status eg_dataset_load(eg_context *context, const char *path, const eg_dataset_options *options,
+                                 eg_dataset **out_dataset);
+/* Copies documents made by the caller. */
+EG_API eg_status eg_dataset_create(eg_context *context, const eg_document *documents, size_t n_documents,
+                                   eg_dataset **out_dataset);
+EG_API void eg_dataset_destroy(eg_dataset *dataset);
+EG_API size_t eg_dataset_document_count(const eg_dataset *dataset);
+
+/* ---- trainer ------------------------------------------------------------------------------------------------ */
+
+typedef enum eg_schedule { EG_SCHEDULE_CONSTANT, EG_SCHEDULE_LINEAR, EG_SCHEDULE_COSINE, EG_SCHEDULE_WSD } eg_schedule;
+typedef enum eg_lora_init { EG_LORA_INIT_DEFAULT, EG_LORA_INIT_GAUSSIAN } eg_lora_init;
+
+typedef struct eg_trainer_options {
+  size_t struct_size;
+  const char *device;       /* "cpu" */
+  eg_dtype dtype;           /* of activations; EG_DTYPE_F32 */
+  int full;                 /* 1: train all weights instead of adapters */
+  uint32_t rank;            /* of new adapters */
+  double alpha;             /* scale = alpha / rank */
+  const char *targets;      /* "all-linear" (each linear layer but the output head), or names separated by commas, each
+                               matched as PEFT does: the whole module path or its end after a dot */
+  const char *init_adapter; /* PEFT folder to go on from: gives rank, alpha and targets; NULL: new adapters */
+  eg_lora_init init;
+  double learning_rate;
+  eg_schedule schedule;
+  double warmup;       /* steps; below 1 a ratio of n_steps */
+  double weight_decay; /* decoupled; with `full` only on weights of two or more dimensions */
+  double beta1, beta2, epsilon;
+  double clip;            /* largest global norm of the gradient; 0: no clipping */
+  uint32_t tokens;        /* of a micro-batch: rows × padded length stays within it */
+  uint32_t accumulate;    /* micro-batches a step */
+  uint64_t n_steps;       /* 0: n_epochs decides */
+  double n_epochs;        /* passes over the data when n_steps is 0 */
+  uint64_t seed;          /* of new adapters */
+  uint64_t memory_budget; /* bytes of host memory a trainer may plan; 0: no limit */
+} eg_trainer_options;
+#define EG_TRAINER_OPTIONS_INIT                                                                                   \
+  {                                                                                                               \
+    sizeof(eg_trainer_options), "cpu", EG_DTYPE_F32, 0, 16, 16.0, "all-linear", NULL, EG_LORA_INIT_DEFAULT, 2e-4, \
+        EG_SCHEDULE_CONSTANT, 0.0, 0.0, 0.9, 0.999, 1e-8, 1.0, 2048, 1, 0, 1.0, 0, 0                              \
+  }
+
+/* What a step did. */
+typedef struct eg_step_report {
+  uint64_t step;        /* counted from 1 */
+  double loss;          /* mean over the step's trained tokens, before the update */
+  double learning_rate; /* used for this update */
+  double gradient_norm; /* before clipping */
+  uint64_t n_tokens;    /* real tokens, without padding */
+  uint64_t n_targets;   /* trained tokens */
+  double seconds;       /* wall time of the step */
+} eg_step_report;
+
+/* Makes the training graph of `model` for the documents of `dataset`, plans it and allocates everything a step needs;
+ * no step allocates. The model is not changed and may serve other trainers. EG_ERROR_DATA: a token or label outside
+ * the vocabulary, an adapter that does not fit. EG_ERROR_UNSUPPORTED, _SHAPE, _BUDGET, _MEMORY. */
+EG_API eg_status eg_trainer_create(eg_model *model, eg_dataset *dataset, const eg_trainer_options *options,
+                                   eg_trainer **out_trainer);
+EG_API void eg_trainer_destroy(eg_trainer *trainer);
+/* Number of steps the options ask for over this dataset. */
+EG_API uint64_t eg_trainer_step_count(const eg_trainer *trainer);
+/* One optimizer step over the next `accumulate` micro-batches; goes round when the data ends. `out_report` may be
+ * NULL. EG_ERROR_STOPPED leaves the trainer as it was before the step. A loss or gradient that is not finite is
+ * EG_ERROR_DATA and leaves the parameters as they were. */
+EG_API eg_status eg_trainer_step(eg_trainer *trainer, eg_step_report *out_report);
+/* Mean loss per trained token over `dataset`, without an update. */
+EG_API eg_status eg_trainer_evaluate(eg_trainer *trainer, eg_dataset *dataset, double *out_loss);
+/* Makes the running or next eg_trainer_step() return EG_ERROR_STOPPED. From any thread or signal handler. */
+EG_API void eg_trainer_request_stop(eg_trainer *trainer);
+/* Writes adapter_model.safetensors and adapter_config.json as PEFT does; `directory` is made when missing. With
+ * `full`, EG_ERROR_ARGUMENT: see eg_trainer_save_model(). */
+EG_API eg_status eg_trainer_save_adapter(const eg_trainer *trainer, const char *directory);
+/* With `full`: the model with the trained weights as one ONNX file, in the weights' own dtypes. */
+EG_API eg_status eg_trainer_save_model(const eg_trainer *trainer, const char *path);
+
+/* Trainable parameters, numbered from 0 in a fixed order; names and shapes as in the files that PEFT (adapters) or
+ * Hugging Face (full) write. */
+typedef struct eg_parameter_info {
+  const char *name; /* valid as long as the trainer */
+  uint32_t rank;    /* number of dimensions, at most 8 */
+  int64_t dims[8];
+} eg_parameter_info;
+EG_API size_t eg_trainer_parameter_count(const eg_trainer *trainer);
+EG_API eg_status eg_trainer_parameter_info(const eg_trainer *trainer, size_t index, eg_parameter_info *out_info);
+/* Row-major float32, `n_values` must equal the product of the dims. Gradients are those of the last step: of the mean
+ * loss, before clipping. */
+EG_API eg_status eg_trainer_read_parameter(const eg_trainer *trainer, size_t index, float *values, size_t n_values);
+EG_API eg_status eg_trainer_write_parameter(eg_trainer *trainer, size_t index, const float *values, size_t n_values);
+EG_API eg_status eg_trainer_read_gradient(const eg_trainer *trainer, size_t index, float *values, size_t n_values);
+
+/* ---- runner ------------------------------------------------------------------------------------------------- */
+
+/* A tensor in the caller's memory: row-major, no gaps. */
+typedef struct eg_tensor {
+  const char *name; /* of the graph input or output */
+  eg_dtype dtype;
+  uint32_t rank;
+  int64_t dims[8];
+  const void *data;
+} eg_tensor;
+
+typedef struct eg_runner_options {
+  size_t struct_size;
+  const char *device;  /* "cpu" */
+  eg_dtype dtype;      /* of activations; EG_DTYPE_F32 */
+  const char *adapter; /* PEFT folder, NULL: none */
+} eg_runner_options;
+#define EG_RUNNER_OPTIONS_INIT \
+  { sizeof(eg_runner_options), "cpu", EG_DTYPE_F32, NULL }
+
+EG_API eg_status eg_runner_create(eg_model *model, const eg_runner_options *options, eg_runner **out_runner);
+EG_API void eg_runner_destroy(eg_runner *runner);
+/* Runs the graph once. Inputs are matched by name; extra ones are ignored with a warning; a missing attention mask,
+ * positions or cache input is made; any other missing input is EG_ERROR_ARGUMENT. *out_outputs: array of *out_count
+ * tensors in graph order, owned by the runner and valid until its next call. */
+EG_API eg_status eg_runner_run(eg_runner *runner, const eg_tensor *inputs, size_t n_inputs,
+                               const eg_tensor **out_outputs, size_t *out_count);
+
+typedef struct eg_generate_options {
+  size_t struct_size;
+  uint32_t max_tokens;
+  double temperature; /* 0: the most likely token */
+  uint32_t top_k;     /* 0: off */
+  double top_p;       /* 1: off */
+  const int32_t *stop_ids;
+  size_t n_stop_ids;
+  uint64_t seed;
+} eg_generate_options;
+#define EG_GENERATE_OPTIONS_INIT \
+  { sizeof(eg_generate_options), 128, 0.0, 0, 1.0, NULL, 0, 0 }
+
+/* Called for each new token; returning anything but 0 ends the generation with EG_OK. */
+typedef int (*eg_token_function)(void *userdata, int32_t token);
+/* Continues `prompt_ids` [n_prompt], n_prompt >= 1, token by token. */
+EG_API eg_status eg_runner_generate(eg_runner *runner, const int32_t *prompt_ids, size_t n_prompt,
+                                    const eg_generate_options *options, eg_token_function on_token, void *userdata);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
