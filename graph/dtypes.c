@@ -1,0 +1,88 @@
+/* Element types, and strided views of tensors in memory. */
+#include "graph/graph.h"
+
+typedef struct dtype_row {
+  uint8_t bits;
+  egi_dtype_class kind;
+  const char *name;
+} dtype_row;
+
+/* Indexed by number; row 0 is "undefined". */
+static const dtype_row rows[] = {
+    [EG_DTYPE_UNDEFINED] = {0, EGI_CLASS_NONE, "undefined"},
+#define EGI_DTYPE(symbol, number, bits, class, text) [number] = {bits, EGI_CLASS_##class, text},
+#include "graph/dtypes.def"
+#undef EGI_DTYPE
+};
+
+#define EGI_DTYPE(symbol, number, bits, class, text) \
+  _Static_assert(EG_DTYPE_##symbol == (number), "dtypes.def and engraft.h differ");
+#include "graph/dtypes.def"
+#undef EGI_DTYPE
+
+bool egi_dtype_is_known(int64_t number) {
+  return number > 0 && number < (int64_t)EGI_COUNT(rows);
+}
+
+static const dtype_row *row_of(eg_dtype dtype) {
+  return &rows[egi_dtype_is_known((int64_t)dtype) ? dtype : 0];
+}
+
+unsigned egi_dtype_bits(eg_dtype dtype) {
+  return row_of(dtype)->bits;
+}
+
+egi_dtype_class egi_dtype_kind(eg_dtype dtype) {
+  return row_of(dtype)->kind;
+}
+
+bool egi_dtype_is_float(eg_dtype dtype) {
+  return row_of(dtype)->kind == EGI_CLASS_FLOAT;
+}
+
+const char *egi_dtype_name(eg_dtype dtype) {
+  return row_of(dtype)->name;
+}
+
+eg_dtype egi_dtype_from_name(const char *name) {
+  for (size_t i = 1; i < EGI_COUNT(rows); i++)
+    if (strcmp(rows[i].name, name) == 0) return (eg_dtype)i;
+  return EG_DTYPE_UNDEFINED;
+}
+
+bool egi_dtype_bytes(eg_dtype dtype, uint64_t count, uint64_t *out_bytes) {
+  unsigned bits = egi_dtype_bits(dtype);
+  if (bits == 0) return false;
+  if (bits % 8 == 0) {
+    if (count > UINT64_MAX / (bits / 8)) return false;
+    *out_bytes = count * (bits / 8);
+    return true;
+  }
+  uint64_t per_byte = 8 / bits;
+  *out_bytes = count / per_byte + (count % per_byte != 0 ? 1 : 0);
+  return true;
+}
+
+int64_t egi_tensor_count(const egi_tensor *tensor) {
+  int64_t count = 1;
+  for (int i = 0; i < tensor->rank; i++) count *= tensor->dims[i];
+  return count;
+}
+
+bool egi_tensor_is_contiguous(const egi_tensor *tensor) {
+  int64_t stride = 1;
+  if (egi_tensor_count(tensor) == 0) return true;
+  for (int i = tensor->rank - 1; i >= 0; i--) {
+    if (tensor->dims[i] != 1 && tensor->strides[i] != stride) return false;
+    stride *= tensor->dims[i];
+  }
+  return true;
+}
+
+void egi_tensor_set_contiguous(egi_tensor *tensor) {
+  int64_t stride = 1;
+  for (int i = tensor->rank - 1; i >= 0; i--) {
+    tensor->strides[i] = stride;
+    stride *= tensor->dims[i];
+  }
+}

@@ -1,0 +1,267 @@
+/* Old operator versions → the newest form: attributes that became inputs, defaults that changed, operators that
+ * inference does without. One row an operator; versions that only widened types need none. Sources: the operators'
+ * version histories in onnx/docs/Changelog.md. */
+#include "graph/import.h"
+
+typedef eg_status (*upgrade_rule)(egi_upgrade *upgrade, egi_node *node);
+
+/* ---- helpers -------------------------------------------------------------------------------------------------- */
+
+static const char *label_of(const egi_upgrade *upgrade, const egi_node *node) {
+  if (node->name[0]) return node->name;
+  bool has_output = node->n_outputs && node->outputs[0] != EGI_VALUE_UNWANTED;
+  return has_output ? upgrade->graph->values[node->outputs[0]].name : "";
+}
+
+static eg_status fail_attribute(const egi_upgrade *upgrade, const egi_node *node, const char *name) {
+  return egi_fail(upgrade->graph->module->ctx, EG_ERROR_FORMAT, "node \"%s\" (%s): attribute \"%s\" has the wrong type",
+                  label_of(upgrade, node), node->op_name, name);
+}
+
+static void remove_attribute(egi_node *node, const char *name) {
+  uint16_t count = 0;
+  for (uint16_t i = 0; i < node->n_attributes; i++)
+    if (strcmp(node->attributes[i].name, name) != 0) node->attributes[count++] = node->attributes[i];
+  node->n_attributes = count;
+}
+
+static eg_status set_input(egi_upgrade *upgrade, egi_node *node, uint16_t index, egi_value_id value) {
+  if (index >= node->n_inputs) {
+    egi_value_id *inputs = EGI_NEW(upgrade->scratch, egi_value_id, (size_t)index + 1);
+    if (!inputs) return EG_ERROR_MEMORY;
+    if (node->n_inputs) memcpy(inputs, node->inputs, node->n_inputs * sizeof(*inputs));
+    node->inputs = inputs;
+    node->n_inputs = (uint16_t)(index + 1);
+  }
+  node->inputs[index] = value;
+  return EG_OK;
+}
+
+/* A node with one fresh output. */
+static eg_status add_node(egi_upgrade *upgrade, const egi_node *like, egi_op op, const egi_node *lists,
+                          egi_value_id *out_value) {
+  egi_node node = *lists;
+  egi_node_id id;
+  egi_value_id output = 0;
+  node.op = op;
+  node.name = "";
+  node.scope = like->scope;
+  node.outputs = &output;
+  node.n_outputs = 1;
+  EG_TRY(egi_graph_add_node(upgrade->graph, &node, &id));
+  *out_value = upgrade->graph->nodes[id].outputs[0];
+  return EG_OK;
+}
+
+/* In a function body the number is the caller's: a Constant node that refers to the attribute. */
+static eg_status add_reference(egi_upgrade *upgrade, const egi_node *like, const egi_attribute *attribute,
+                               const char *kind, egi_value_id *out_value) {
+  egi_attribute reference = *attribute;
+  egi_node lists = {.attributes = &reference, .n_attributes = 1};
+  reference.name = kind;
+  return add_node(upgrade, like, EGI_OP_Constant, &lists, out_value);
+}
+
+static eg_status add_weight(egi_upgrade *upgrade, const egi_node *like, const char *suffix, egi_weight *weight,
+                            egi_value_id *out_value) {
+  egi_module *module = upgrade->graph->module;
+  uint32_t index = 0;
+  weight->name = egi_arena_format(upgrade->scratch, "%s_%s", label_of(upgrade, like), suffix);
+  if (!weight->name) return EG_ERROR_MEMORY;
+  EG_TRY(egi_module_add_weight(module, weight, &index));
+  return egi_graph_add_weight(upgrade->graph, index, out_value);
+}
+
+static eg_status add_integers(egi_upgrade *upgrade, const egi_node *like, const egi_attribute *attribute,
+                              egi_value_id *out_value) {
+  egi_weight weight = {.dtype = EG_DTYPE_I64, .rank = 1, .dims = {attribute->count}};
+  int64_t *data = EGI_NEW(&upgrade->graph->module->arena, int64_t, attribute->count);
+  if (!data) return EG_ERROR_MEMORY;
+  if (attribute->count) memcpy(data, attribute->u.ints, attribute->count * sizeof(*data));
+  weight.bytes.data = (const uint8_t *)data;
+  weight.bytes.size_bytes = attribute->count * sizeof(*data);
+  return add_weight(upgrade, like, attribute->name, &weight, out_value);
+}
+
+/* The list attribute `name`, where it is there, becomes input `index`. */
+static eg_status move_integers(egi_upgrade *upgrade, egi_node *node, const char *name, uint16_t index) {
+  const egi_attribute *attribute = egi_node_attribute(node, name);
+  egi_value_id value = 0;
+  if (!attribute) return EG_OK;
+  if (attribute->kind == EGI_ATTRIBUTE_REFERENCE)
+    EG_TRY(add_reference(upgrade, node, attribute, "value_ints", &value));
+  else if (attribute->kind == EGI_ATTRIBUTE_INTS)
+    EG_TRY(add_integers(upgrade, node, attribute, &value));
+  else
+    return fail_attribute(upgrade, node, name);
+  remove_attribute(node, name);
+  return set_input(upgrade, node, index, value);
+}
+
+/* ---- rules ---------------------------------------------------------------------------------------------------- */
+
+static eg_status upgrade_axes(egi_upgrade *upgrade, egi_node *node) {
+  return move_integers(upgrade, node, "axes", 1);
+}
+
+static eg_status upgrade_slice(egi_upgrade *upgrade, egi_node *node) {
+  EG_TRY(move_integers(upgrade, node, "starts", 1));
+  EG_TRY(move_integers(upgrade, node, "ends", 2));
+  return move_integers(upgrade, node, "axes", 3);
+}
+
+/* Split without sizes means equal pieces, which the newest form says by num_outputs. */
+static eg_status upgrade_split(egi_upgrade *upgrade, egi_node *node) {
+  if (upgrade->version < 13) EG_TRY(move_integers(upgrade, node, "split", 1));
+  if (node->n_inputs > 1 || egi_node_attribute(node, "num_outputs")) return EG_OK;
+  egi_attribute *attributes = EGI_NEW(upgrade->scratch, egi_attribute, (size_t)node->n_attributes + 1);
+  if (!attributes) return EG_ERROR_MEMORY;
+  if (node->n_attributes) memcpy(attributes, node->attributes, node->n_attributes * sizeof(*attributes));
+  attributes[node->n_attributes++] = egi_attribute_int("num_outputs", node->n_outputs);
+  node->attributes = attributes;
+  return EG_OK;
+}
+
+static size_t store_float(eg_dtype dtype, float value, uint8_t *out) {
+  double wide = (double)value;
+  uint16_t half = dtype == EG_DTYPE_F16 ? egi_f32_to_f16(value) : egi_f32_to_bf16(value);
+  if (dtype == EG_DTYPE_F16 || dtype == EG_DTYPE_BF16) {
+    memcpy(out, &half, sizeof(half));
+    return sizeof(half);
+  }
+  if (dtype == EG_DTYPE_F64) {
+    memcpy(out, &wide, sizeof(wide));
+    return sizeof(wide);
+  }
+  memcpy(out, &value, sizeof(value));
+  return sizeof(value);
+}
+
+/* A bound of Clip has the type of what is clipped: as far as that is declared, else float. */
+static eg_status move_bound(egi_upgrade *upgrade, egi_node *node, const char *name, uint16_t index) {
+  const egi_attribute *attribute = egi_node_attribute(node, name);
+  egi_value_id value = 0;
+  if (!attribute) return EG_OK;
+  if (attribute->kind == EGI_ATTRIBUTE_REFERENCE) {
+    EG_TRY(add_reference(upgrade, node, attribute, "value_float", &value));
+  } else if (attribute->kind == EGI_ATTRIBUTE_FLOAT) {
+    egi_weight weight = {.dtype = node->n_inputs ? upgrade->graph->values[node->inputs[0]].dtype : EG_DTYPE_F32};
+    uint8_t *data = egi_arena_get(&upgrade->graph->module->arena, 1, sizeof(double));
+    if (!data) return EG_ERROR_MEMORY;
+    if (!egi_dtype_is_float(weight.dtype) || egi_dtype_bits(weight.dtype) < 16) weight.dtype = EG_DTYPE_F32;
+    weight.bytes.size_bytes = store_float(weight.dtype, attribute->u.f, data);
+    weight.bytes.data = data;
+    EG_TRY(add_weight(upgrade, node, name, &weight, &value));
+  } else {
+    return fail_attribute(upgrade, node, name);
+  }
+  remove_attribute(node, name);
+  return set_input(upgrade, node, index, value);
+}
+
+static eg_status upgrade_clip(egi_upgrade *upgrade, egi_node *node) {
+  EG_TRY(move_bound(upgrade, node, "min", 1));
+  return move_bound(upgrade, node, "max", 2);
+}
+
+static eg_status become_last_axis(egi_upgrade *upgrade, egi_node *node) {
+  egi_attribute *attributes = EGI_NEW(upgrade->scratch, egi_attribute, 1);
+  if (!attributes) return EG_ERROR_MEMORY;
+  attributes[0] = egi_attribute_int("axis", -1);
+  node->attributes = attributes;
+  node->n_attributes = 1;
+  return EG_OK;
+}
+
+/* Softmax-11 and LogSoftmax-11 work on the matrix [dims before axis, dims from axis on]; axis is 1 by default. On the
+ * last axis that is the newest form; else Flatten → Softmax → Reshape. */
+static eg_status upgrade_softmax(egi_upgrade *upgrade, egi_node *node) {
+  const egi_attribute *given = egi_node_attribute(node, "axis");
+  egi_attribute axis = given ? *given : egi_attribute_int("axis", 1), last = egi_attribute_int("axis", -1);
+  egi_value_id flat = 0, soft = 0, shape = 0;
+  if (axis.kind != EGI_ATTRIBUTE_INT && axis.kind != EGI_ATTRIBUTE_REFERENCE)
+    return fail_attribute(upgrade, node, "axis");
+  if (!node->n_inputs || !node->inputs[0]) return EG_OK; /* refused by the check that follows */
+  int rank = upgrade->graph->values[node->inputs[0]].rank;
+  if (axis.kind == EGI_ATTRIBUTE_INT && (axis.u.i == -1 || (rank > 0 && axis.u.i == rank - 1)))
+    return become_last_axis(upgrade, node);
+  egi_node lists = {.inputs = node->inputs, .n_inputs = 1};
+  EG_TRY(add_node(upgrade, node, EGI_OP_Shape, &lists, &shape));
+  lists.attributes = &axis;
+  lists.n_attributes = 1;
+  EG_TRY(add_node(upgrade, node, EGI_OP_Flatten, &lists, &flat));
+  lists.inputs = &flat;
+  lists.attributes = &last;
+  EG_TRY(add_node(upgrade, node, node->op, &lists, &soft));
+  node->op = EGI_OP_Reshape;
+  node->op_name = "Reshape";
+  node->n_attributes = 0;
+  EG_TRY(set_input(upgrade, node, 1, shape));
+  return set_input(upgrade, node, 0, soft);
+}
+
+/* The mask of an inactive Dropout is all true. */
+static eg_status add_mask(egi_upgrade *upgrade, const egi_node *node) {
+  static const uint8_t is_kept[1] = {1};
+  egi_weight weight = {.dtype = EG_DTYPE_BOOL, .rank = 1, .dims = {1}, .bytes = {.data = is_kept, .size_bytes = 1}};
+  egi_attribute value = {.name = "value", .kind = EGI_ATTRIBUTE_TENSOR};
+  egi_node lists = {.inputs = node->inputs, .n_inputs = 1};
+  egi_value_id shape = 0;
+  egi_node_id id;
+  weight.name = "value";
+  EG_TRY(egi_module_add_weight(upgrade->graph->module, &weight, &value.u.weight));
+  EG_TRY(add_node(upgrade, node, EGI_OP_Shape, &lists, &shape));
+  egi_node mask = {.op = EGI_OP_ConstantOfShape, .name = "", .scope = node->scope};
+  mask.inputs = &shape;
+  mask.outputs = &node->outputs[1];
+  mask.attributes = &value;
+  mask.n_inputs = mask.n_outputs = mask.n_attributes = 1;
+  return egi_graph_add_node(upgrade->graph, &mask, &id);
+}
+
+/* Dropout outside training is Identity; one that is always in training stays, and is refused as unknown. */
+static eg_status upgrade_dropout(egi_upgrade *upgrade, egi_node *node) {
+  double mode = 0;
+  bool has_mode = node->n_inputs > 2 && node->inputs[2];
+  if (has_mode && (!egi_value_scalar(upgrade->graph, node->inputs[2], &mode) || mode != 0)) return EG_OK;
+  if (!node->n_inputs || !node->n_outputs) return EG_OK;
+  if (node->n_outputs > 1 && node->outputs[1] != EGI_VALUE_UNWANTED) EG_TRY(add_mask(upgrade, node));
+  node->op = EGI_OP_Identity;
+  node->op_name = "Identity";
+  node->n_inputs = node->n_outputs = 1;
+  node->n_attributes = 0;
+  return EG_OK;
+}
+
+/* operator, version from which on it has the newest form, rule for older ones; in the order of the names */
+static const struct {
+  const char *name;
+  int64_t since;
+  upgrade_rule rule;
+} rules[] = {
+    {"Clip", 11, upgrade_clip},
+    {"Dropout", INT64_MAX, upgrade_dropout},
+    {"LogSoftmax", 13, upgrade_softmax},
+    {"ReduceL1", 18, upgrade_axes},
+    {"ReduceL2", 18, upgrade_axes},
+    {"ReduceLogSum", 18, upgrade_axes},
+    {"ReduceLogSumExp", 18, upgrade_axes},
+    {"ReduceMax", 18, upgrade_axes},
+    {"ReduceMean", 18, upgrade_axes},
+    {"ReduceMin", 18, upgrade_axes},
+    {"ReduceProd", 18, upgrade_axes},
+    {"ReduceSum", 13, upgrade_axes},
+    {"ReduceSumSquare", 18, upgrade_axes},
+    {"Slice", 10, upgrade_slice},
+    {"Softmax", 13, upgrade_softmax},
+    {"Split", 18, upgrade_split},
+    {"Squeeze", 13, upgrade_axes},
+    {"Unsqueeze", 13, upgrade_axes},
+};
+
+eg_status egi_upgrade_node(egi_upgrade *upgrade, egi_node *node) {
+  for (size_t i = 0; i < EGI_COUNT(rules); i++)
+    if (!strcmp(rules[i].name, node->op_name))
+      return upgrade->version < rules[i].since ? rules[i].rule(upgrade, node) : EG_OK;
+  return EG_OK;
+}

@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""Exports the small models in this folder and their PyTorch references. Needs torch, transformers, peft, onnx, safetensors;
+run it only to make the fixtures anew: the tests read the files.
+
+usage: make_fixtures.py OUT
+
+One folder a model: model.<exporter>-op<version>-<attention>.onnx, and ref.safetensors with input_ids, attention_mask,
+labels [batch, sequence] (i64), logits, full-training gradients (grad.*), and for LoRA r = 4, alpha = 8 on all linears but
+the head: lora.init.*, lora.logits, lora.grad.* (of the mean loss, before clipping), the losses of ten AdamW steps
+(lora.curve; lr 5e-3, weight decay 0.1, clip 0.3) and lora.final.*.
+"""
+import os, sys, warnings
+import onnx, torch, transformers
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+
+warnings.filterwarnings("ignore")
+VOCAB, BATCH, SEQUENCE = 56, 2, 13
+DECODER = dict(vocab_size=VOCAB, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+               num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.15, use_cache=False,
+               bos_token_id=1, eos_token_id=2)
+MODELS = {
+    "llama": (transformers.LlamaConfig, dict(DECODER, head_dim=6, rms_norm_eps=1e-5, tie_word_embeddings=False)),
+    "qwen3": (transformers.Qwen3Config, dict(DECODER, head_dim=8, tie_word_embeddings=True)),
+    "qwen2": (transformers.Qwen2Config, dict(DECODER, tie_word_embeddings=False)),
+    "gpt2": (transformers.GPT2Config, dict(vocab_size=VOCAB, n_embd=24, n_layer=2, n_head=4, n_positions=64,
+                                           initializer_range=0.15, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0,
+                                           attn_pdrop=0.0, bos_token_id=1, eos_token_id=2)),
+}
+TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"]}
+VARIANTS = [("dynamo", 20, "eager"), ("dynamo", 23, "sdpa"), ("torchscript", 17, "eager")]
+KEEP = "pkg.torch.onnx.name_scopes"
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.m = model
+
+    def forward(self, input_ids, attention_mask, position_ids):
+        return self.m(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids).logits
+
+
+def make(name, attention):
+    config_class, settings = MODELS[name]
+    torch.manual_seed(7)
+    config = config_class(**settings)
+    config._attn_implementation = attention
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).float().eval()
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def batch():
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCAB, (BATCH, SEQUENCE), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, SEQUENCE - 4:] = 0
+    labels = ids.clone()
+    labels[0, :3] = -100
+    labels[mask == 0] = -100
+    return ids, mask, torch.arange(SEQUENCE).repeat(BATCH, 1), labels
+
+
+def loss_of(logits, labels):
+    return torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCAB).float(), labels[:, 1:].reshape(-1),
+                                             ignore_index=-100)
+
+
+def forward(model, data):
+    ids, mask, positions, _ = data
+    return model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+
+
+def references(name, data):
+    out = dict(input_ids=data[0], attention_mask=data[1], labels=data[3])
+    model = make(name, "eager")
+    logits = forward(model, data)
+    out["logits"] = logits.detach()
+    loss = loss_of(logits, data[3])
+    loss.backward()
+    out["loss"] = loss.detach().reshape(1)
+    out.update({f"grad.{k}": p.grad.clone() for k, p in model.named_parameters()})
+    model = make(name, "eager")
+    targets = TARGETS.get(name, "all-linear")
+    peft = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=targets,
+                                            task_type="CAUSAL_LM", fan_in_fan_out=name == "gpt2"))
+    generator = torch.Generator().manual_seed(5)
+    trainable = [(k.replace(".default.", "."), p) for k, p in peft.named_parameters() if p.requires_grad]
+    with torch.no_grad():
+        for _, p in trainable:
+            p.copy_(0.2 * torch.randn(p.shape, generator=generator))
+    out.update({f"lora.init.{k}": p.detach().clone() for k, p in trainable})
+    optimizer = torch.optim.AdamW([p for _, p in trainable], lr=5e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    curve = []
+    for step in range(10):
+        logits = forward(peft, data)
+        loss = loss_of(logits, data[3])
+        curve.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            out["lora.logits"] = logits.detach()
+            out.update({f"lora.grad.{k}": p.grad.clone() for k, p in trainable})
+        torch.nn.utils.clip_grad_norm_([p for _, p in trainable], 0.3)
+        optimizer.step()
+    out["lora.curve"] = torch.tensor(curve)
+    out.update({f"lora.final.{k}": p.detach().clone() for k, p in trainable})
+    return {k: v.contiguous() for k, v in out.items()}
+
+
+def strip(path):
+    """Leaves of the exporter's metadata only what names modules: the rest is most of a small file."""
+    model = onnx.load(path)
+    for node in model.graph.node:
+        kept = [p for p in node.metadata_props if p.key == KEEP]
+        del node.metadata_props[:]
+        node.metadata_props.extend(kept)
+        node.ClearField("doc_string")
+    for value in list(model.graph.value_info) + list(model.graph.input) + list(model.graph.output):
+        del value.metadata_props[:]
+    for tensor in model.graph.initializer:
+        del tensor.metadata_props[:]
+    del model.graph.metadata_props[:]
+    onnx.save(model, path)
+
+
+def export(name, exporter, opset, attention, data, folder):
+    path = os.path.join(folder, f"model.{exporter}-op{opset}-{attention}.onnx")
+    wrapper = Wrapper(make(name, attention)).eval()
+    names = ["input_ids", "attention_mask", "position_ids"]
+    common = dict(input_names=names, output_names=["logits"], opset_version=opset)
+    if exporter == "dynamo":
+        dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
+        torch.onnx.export(wrapper, data[:3], path, dynamo=True, external_data=False,
+                          dynamic_shapes={n: dims for n in names}, **common)
+    else:
+        axes = {n: {0: "batch", 1: "sequence"} for n in names + ["logits"]}
+        torch.onnx.export(wrapper, data[:3], path, dynamo=False, dynamic_axes=axes, **common)
+    strip(path)
+
+
+def main():
+    data = batch()
+    for name in MODELS:
+        folder = os.path.join(sys.argv[1], name)
+        os.makedirs(folder, exist_ok=True)
+        save_file(references(name, data), os.path.join(folder, "ref.safetensors"))
+        for exporter, opset, attention in VARIANTS:
+            try:
+                export(name, exporter, opset, attention, data, folder)
+                print("made", name, exporter, opset)
+            except Exception as problem:
+                print("FAILED", name, exporter, opset, repr(problem)[:300])
+
+
+main()

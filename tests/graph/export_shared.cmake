@@ -1,0 +1,17 @@
+# Runs graph_test_export_models on every model of the reference set, when that is there:
+# cmake -DPROGRAM=… -DSHARED=… -DSCRATCH=… -P export_shared.cmake
+file(GLOB archives ${SHARED}/models/*.tar.xz ${SHARED}/onnx-node-tests.tar.xz)
+if(NOT archives)
+  message("skipped: no models in ${SHARED}")
+  return()
+endif()
+file(MAKE_DIRECTORY ${SCRATCH})
+foreach(archive ${archives})
+  file(ARCHIVE_EXTRACT INPUT ${archive} DESTINATION ${SCRATCH})
+endforeach()
+file(GLOB_RECURSE models ${SCRATCH}/*.onnx)
+execute_process(COMMAND ${PROGRAM} ${models} WORKING_DIRECTORY ${SCRATCH} RESULT_VARIABLE result)
+file(REMOVE_RECURSE ${SCRATCH})
+if(NOT result EQUAL 0)
+  message(FATAL_ERROR "graph_test_export_models: ${result}")
+endif()
