@@ -322,6 +322,8 @@ eg_status egi_graph_create(egi_module *module, const char *name, egi_graph **out
 /* A graph that is no entry point: the body of a function or of an attribute. */
 eg_status egi_graph_create(egi_module *module, const char *name, egi_graph **out_graph);
 egi_graph *egi_module_find_graph(const egi_module *module, const char *name);
+/* Nodes that a graph may grow to when calls are inlined: the limit that the file was opened with, or 4,000,000. */
+uint64_t egi_module_max_nodes(const egi_module *module);
 eg_status egi_module_add_weight(egi_module *module, const egi_weight *weight, uint32_t *out_index);
 /* Places the state at the end of its pool (64-byte aligned) and sets its offset. */
 eg_status egi_module_add_state(egi_module *module, const egi_state *state, uint32_t *out_index);

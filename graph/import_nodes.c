@@ -207,8 +207,10 @@ static eg_status import_scope_path(egi_importer *importer, const Onnx__NodeProto
     if (entry->key && entry->value && !strcmp(entry->key, NAME_SCOPES))
       return scope_from_list(&importer->scratch, entry->value, out_scope);
   }
-  if (proto->name) *out_scope = egi_scope_from_node_name(&importer->scratch, proto->name);
-  return EG_OK;
+  if (!proto->name) return EG_OK;
+  *out_scope = egi_scope_from_node_name(&importer->scratch, proto->name);
+  bool is_path = proto->name[0] == '/' && strrchr(proto->name, '/') != proto->name;
+  return *out_scope || !is_path ? EG_OK : EG_ERROR_MEMORY;
 }
 
 /* ---- nodes ---------------------------------------------------------------------------------------------------- */

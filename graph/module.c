@@ -83,6 +83,11 @@ egi_graph *egi_module_find_graph(const egi_module *module, const char *name) {
   return NULL;
 }
 
+uint64_t egi_module_max_nodes(const egi_module *module) {
+  static const uint64_t default_max_nodes = 4000000;
+  return module->file != NULL ? egi_onnx_get_limits(module->file)->max_nodes : default_max_nodes;
+}
+
 eg_status egi_module_add_weight(egi_module *module, const egi_weight *weight, uint32_t *out_index) {
   if (weight->rank < 0 || weight->rank > EGI_MAX_RANK)
     return egi_fail(module->ctx, EG_ERROR_UNSUPPORTED, "tensor \"%s\": %d dimensions; at most %d are supported",

@@ -4,7 +4,8 @@ run it only to make the fixtures anew: the tests read the files.
 
 usage: make_fixtures.py OUT
 
-One folder a model: model.<exporter>-op<version>-<attention>.onnx, and ref.safetensors with input_ids, attention_mask,
+One folder a model: model.<exporter>-op<version>-<attention>[-<dtype>].onnx, and ref.safetensors (ref.<dtype>.safetensors:
+computed in float32 with the weights rounded to that type) with input_ids, attention_mask,
 labels [batch, sequence] (i64), logits, full-training gradients (grad.*), and for LoRA r = 4, alpha = 8 on all linears but
 the head: lora.init.*, lora.logits, lora.grad.* (of the mean loss, before clipping), the losses of ten AdamW steps
 (lora.curve; lr 5e-3, weight decay 0.1, clip 0.3) and lora.final.*.
@@ -29,6 +30,7 @@ MODELS = {
 }
 TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"]}
 VARIANTS = [("dynamo", 20, "eager"), ("dynamo", 23, "sdpa"), ("torchscript", 17, "eager")]
+NARROW = {"llama": [torch.float16, torch.bfloat16]}  # further exports at opset 23 with weights of these types
 KEEP = "pkg.torch.onnx.name_scopes"
 
 
@@ -41,7 +43,7 @@ class Wrapper(torch.nn.Module):
         return self.m(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids).logits
 
 
-def make(name, attention):
+def make(name, attention, rounded=None):
     config_class, settings = MODELS[name]
     torch.manual_seed(7)
     config = config_class(**settings)
@@ -52,6 +54,8 @@ def make(name, attention):
         for key, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+            if rounded is not None:
+                parameter.copy_(parameter.to(rounded).float())
     return model
 
 
@@ -76,16 +80,16 @@ def forward(model, data):
     return model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
 
 
-def references(name, data):
+def references(name, data, rounded=None):
     out = dict(input_ids=data[0], attention_mask=data[1], labels=data[3])
-    model = make(name, "eager")
+    model = make(name, "eager", rounded)
     logits = forward(model, data)
     out["logits"] = logits.detach()
     loss = loss_of(logits, data[3])
     loss.backward()
     out["loss"] = loss.detach().reshape(1)
     out.update({f"grad.{k}": p.grad.clone() for k, p in model.named_parameters()})
-    model = make(name, "eager")
+    model = make(name, "eager", rounded)
     targets = TARGETS.get(name, "all-linear")
     peft = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=targets,
                                             task_type="CAUSAL_LM", fan_in_fan_out=name == "gpt2"))
@@ -129,9 +133,13 @@ def strip(path):
     onnx.save(model, path)
 
 
-def export(name, exporter, opset, attention, data, folder):
-    path = os.path.join(folder, f"model.{exporter}-op{opset}-{attention}.onnx")
-    wrapper = Wrapper(make(name, attention)).eval()
+def export(name, exporter, opset, attention, data, folder, dtype=None):
+    suffix = "" if dtype is None else "-" + str(dtype).removeprefix("torch.")
+    path = os.path.join(folder, f"model.{exporter}-op{opset}-{attention}{suffix}.onnx")
+    wrapper = Wrapper(make(name, attention, dtype)).eval()
+    if dtype is not None:
+        for parameter in wrapper.parameters():
+            parameter.data = parameter.data.to(dtype)
     names = ["input_ids", "attention_mask", "position_ids"]
     common = dict(input_names=names, output_names=["logits"], opset_version=opset)
     if exporter == "dynamo":
@@ -156,6 +164,11 @@ def main():
                 print("made", name, exporter, opset)
             except Exception as problem:
                 print("FAILED", name, exporter, opset, repr(problem)[:300])
+        for dtype in NARROW.get(name, []):
+            suffix = str(dtype).removeprefix("torch.")
+            save_file(references(name, data, dtype), os.path.join(folder, f"ref.{suffix}.safetensors"))
+            export(name, "dynamo", 23, "sdpa", data, folder, dtype)
+            print("made", name, suffix)
 
 
 main()

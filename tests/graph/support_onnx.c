@@ -270,9 +270,7 @@ void support_print(const egi_module *module, egi_text *out) {
 }
 
 void support_make_directory(char *out_path, size_t capacity) {
-  static const char pattern[] = "engraft-test-XX"
-                                "XX"
-                                "XX";
+  static const char pattern[] = "engraft-test-XXXXXX";
   assert(capacity >= sizeof(pattern));
   memcpy(out_path, pattern, sizeof(pattern));
   char *made = mkdtemp(out_path);

@@ -124,9 +124,7 @@ void wire_small_model(wire_bytes *out) {
 }
 
 void support_make_directory(char *out_path, size_t capacity) {
-  static const char pattern[] = "engraft-test-XX"
-                                "XX"
-                                "XX";
+  static const char pattern[] = "engraft-test-XXXXXX";
   assert(capacity >= sizeof(pattern));
   memcpy(out_path, pattern, sizeof(pattern));
   char *made = mkdtemp(out_path);

@@ -1,0 +1,146 @@
+/* Files other than ONNX: safetensors, PEFT adapters, datasets, JSON helpers. */
+#ifndef ENGRAFT_IO_IO_H
+#define ENGRAFT_IO_IO_H
+
+#include "base/base.h"
+#include "graph/graph.h"
+
+/* ---- JSON ----------------------------------------------------------------------------------------------------- */
+
+struct json_t; /* jansson's */
+
+/* A JSON object from text or a file; duplicate keys are refused, errors name `what` (the file), line and column. The
+ * caller releases it with json_decref(). */
+eg_status egi_json_parse(eg_context *ctx, const char *what, const char *text, size_t length, struct json_t **out_root);
+eg_status egi_json_read(eg_context *ctx, const char *path, struct json_t **out_root);
+
+/* Members of an object of file `what`; absent and null leave *out as it is. A wrong type or a number outside
+ * [minimum, maximum] is EG_ERROR_FORMAT naming file and key. Strings live as long as the object. */
+typedef struct egi_json {
+  eg_context *ctx;
+  const char *what;
+  struct json_t *object;
+} egi_json;
+eg_status egi_json_integer(const egi_json *json, const char *key, int64_t minimum, int64_t maximum, int64_t *out);
+eg_status egi_json_number(const egi_json *json, const char *key, double *out); /* finite */
+eg_status egi_json_boolean(const egi_json *json, const char *key, bool *out);
+eg_status egi_json_string(const egi_json *json, const char *key, const char **out);
+
+/* ---- safetensors ---------------------------------------------------------------------------------------------- */
+
+/* An opened file: names and views of the mapped bytes, checked (sizes, overlaps, order, known dtypes). */
+typedef struct egi_safetensors egi_safetensors;
+typedef struct egi_safetensor {
+  const char *name;
+  eg_dtype dtype;
+  int rank;
+  int64_t dims[EGI_MAX_RANK];
+  const uint8_t *data; /* may be unaligned */
+  uint64_t size_bytes;
+} egi_safetensor;
+eg_status egi_safetensors_open(eg_context *ctx, const char *path, egi_safetensors **out_file);
+void egi_safetensors_close(egi_safetensors *file);
+size_t egi_safetensors_count(const egi_safetensors *file);
+const egi_safetensor *egi_safetensors_at(const egi_safetensors *file, size_t index); /* sorted by name */
+const egi_safetensor *egi_safetensors_find(const egi_safetensors *file, const char *name);
+/* Written sorted by name, through a temporary file; header padded to 8 bytes; metadata {"format":"pt"}. */
+eg_status egi_safetensors_write(eg_context *ctx, const char *path, const egi_safetensor *tensors, size_t count);
+
+/* ---- PEFT ----------------------------------------------------------------------------------------------------- */
+
+/* One entry of rank_pattern or alpha_pattern: modules whose path is `key` or ends in it after a dot. */
+typedef struct egi_peft_pattern {
+  const char *key;
+  double value;
+} egi_peft_pattern;
+
+/* What adapter_config.json says, as far as engraft can honour it; anything it cannot (DoRA, bias …) is an error that
+ * names the key. */
+typedef struct egi_peft_config {
+  uint32_t rank;
+  double alpha;
+  double dropout;
+  bool use_rslora;
+  const char *targets; /* target_modules joined by commas, or "all-linear"; NULL: those that the tensors name (a regular
+                          expression, or narrowed by layers_to_transform or exclude_modules) */
+  const char *base_model;
+  const egi_peft_pattern *ranks, *alphas;
+  size_t n_ranks, n_alphas;
+} egi_peft_config;
+/* Moves strings and patterns into another arena. */
+eg_status egi_peft_config_copy(egi_arena *arena, egi_peft_config *config);
+/* Rank and scale (alpha / rank, or alpha / sqrt(rank) with rsLoRA) of one module. */
+uint32_t egi_peft_rank(const egi_peft_config *config, const char *path);
+double egi_peft_scale(const egi_peft_config *config, const char *path);
+
+typedef struct egi_peft {
+  egi_arena arena;
+  egi_peft_config config;
+  egi_safetensors *tensors;
+} egi_peft;
+eg_status egi_peft_open(eg_context *ctx, const char *directory, egi_peft **out_peft);
+void egi_peft_close(egi_peft *peft);
+eg_status egi_peft_write(eg_context *ctx, const char *directory, const egi_peft_config *config,
+                         const egi_safetensor *tensors, size_t count);
+
+/* ---- datasets ------------------------------------------------------------------------------------------------- */
+
+/* Documents back to back. labels[i] is the label of token i (not shifted), -100 = none; the first token of each
+ * document has -100. */
+typedef struct egi_documents {
+  egi_arena arena;
+  const char *path; /* for messages */
+  int32_t *tokens, *labels;
+  uint64_t *offsets; /* [n_documents + 1] */
+  size_t n_documents;
+  uint64_t n_tokens, n_targets;
+  size_t n_cut; /* documents shortened to `sequence` */
+} egi_documents;
+eg_status egi_documents_read_jsonl(eg_context *ctx, const char *path, uint32_t sequence, egi_documents **out_documents);
+/* tokens i32 [N], document_offsets i64 [D + 1], loss_mask u8 [N] (optional; 1 = this token is a target). */
+eg_status egi_documents_read_safetensors(eg_context *ctx, const char *path, uint32_t sequence,
+                                         egi_documents **out_documents);
+/* Bytes are tokens; documents of `sequence` tokens, 0: 256. */
+eg_status egi_documents_read_text(eg_context *ctx, const char *path, uint32_t sequence, egi_documents **out_documents);
+eg_status egi_documents_copy(eg_context *ctx, const eg_document *documents, size_t count,
+                             egi_documents **out_documents);
+void egi_documents_free(egi_documents *documents);
+/* For readers: room for the tokens, to be filled in order; after the tokens and labels of each document (written at
+ * offsets[n_documents]) egi_documents_end_document() counts it and clears its first label. */
+eg_status egi_documents_begin(eg_context *ctx, const char *path, size_t n_documents, uint64_t n_tokens,
+                              egi_documents **out_documents);
+void egi_documents_end_document(egi_documents *documents, uint64_t n_tokens);
+
+/* ---- Hugging Face models -------------------------------------------------------------------------------------- */
+
+typedef enum egi_rope_kind { EGI_ROPE_DEFAULT, EGI_ROPE_LINEAR, EGI_ROPE_LLAMA3 } egi_rope_kind;
+typedef struct egi_rope_config {
+  egi_rope_kind kind;
+  double theta, factor, low_frequency_factor, high_frequency_factor, original_positions;
+} egi_rope_config;
+
+/* A config.json of a decoder, defaults filled in. */
+typedef struct egi_decoder_config {
+  int64_t hidden, intermediate, n_layers, n_heads, n_kv_heads, head_dim, vocabulary;
+  double epsilon, initializer_range;
+  bool is_tied, has_attention_bias, has_mlp_bias;
+  egi_rope_config rope;
+} egi_decoder_config;
+
+typedef struct egi_new_options {
+  eg_dtype dtype; /* F32, F16, BF16: of weights and activations */
+  uint64_t seed;  /* of the random weights */
+} egi_new_options;
+
+/* The graph of the model that a config.json describes, opset 23, with random weights. An architecture or setting that
+ * is not modelled is EG_ERROR_UNSUPPORTED naming it. */
+eg_status egi_huggingface_new(eg_context *ctx, const char *config_path, const egi_new_options *options,
+                              egi_module **out_module);
+/* huggingface_rope.c: rope_parameters (Transformers 5) or rope_theta and rope_scaling (4). */
+eg_status egi_rope_read(const egi_json *config, egi_rope_config *out_rope);
+/* Angles per position, [head_dim / 2]. */
+void egi_rope_frequencies(const egi_rope_config *rope, int64_t head_dim, float *out_frequencies);
+/* huggingface_llama.c: fills an empty module. */
+eg_status egi_llama_build(egi_module *module, const egi_decoder_config *config, const egi_new_options *options);
+
+#endif
