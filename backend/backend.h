@@ -1,0 +1,152 @@
+/* Backends, kernels, plans and sessions. A plan fixes everything about running one graph at fixed shapes: kernels,
+ * buffers, streams, order; a session executes it and allocates nothing. */
+#ifndef ENGRAFT_BACKEND_BACKEND_H
+#define ENGRAFT_BACKEND_BACKEND_H
+
+#include "graph/graph.h"
+
+/* ---- kernels -------------------------------------------------------------------------------------------------- */
+
+/* What a kernel is told when a plan is made: types, shapes and strides of all operands. `data` is set only for inputs
+ * whose content is known then (constants, shape arithmetic). Absent optional operands have dtype UNDEFINED. */
+typedef struct egi_kernel_plan {
+  eg_context *ctx;
+  const egi_graph *graph;
+  egi_node_id node;
+  const egi_tensor *inputs;
+  const egi_tensor *outputs;
+  unsigned n_inputs, n_outputs;
+  egi_arena *arena;
+  /* set by prepare: */
+  const void *params;     /* from the arena; handed to run */
+  size_t workspace_bytes; /* scratch for one call, 64-byte aligned */
+} egi_kernel_plan;
+
+typedef struct egi_kernel_call {
+  const egi_tensor *inputs;
+  const egi_tensor *outputs; /* dims are those of the plan */
+  unsigned n_inputs, n_outputs;
+  const void *params;
+  void *workspace;
+  egi_pool *pool;  /* CPU */
+  void *stream;    /* CUDA */
+} egi_kernel_call;
+
+enum {
+  EGI_KERNEL_STRIDED_INPUTS = 1,  /* takes any strides; else the planner makes inputs contiguous */
+  EGI_KERNEL_STRIDED_OUTPUTS = 2, /* writes any strides: may write into a piece of a concatenation */
+  EGI_KERNEL_IN_PLACE_0 = 4,      /* output 0 may be the memory of input 0 when that dies here (same shape, dtype) */
+  EGI_KERNEL_IN_PLACE_1 = 8,
+  EGI_KERNEL_UPDATES_0 = 16,      /* output 0 *is* input 0, updated (states) */
+  EGI_KERNEL_NARROW_WEIGHTS = 32  /* where the graph has Cast(f16 or bf16 weight -> f32), the kernel takes the weight as it
+                                     is: the planner skips the Cast */
+};
+
+typedef struct egi_kernel {
+  const char *name;
+  uint32_t flags;
+  /* EG_ERROR_UNSUPPORTED (egi_fail_node) when types or shapes are not covered; may be NULL. */
+  eg_status (*prepare)(egi_kernel_plan *plan);
+  /* Cannot fail for reasons known at plan time; EG_ERROR_DATA for indices out of range. */
+  eg_status (*run)(eg_context *ctx, const egi_kernel_call *call);
+} egi_kernel;
+
+/* ---- backends ------------------------------------------------------------------------------------------------- */
+
+typedef struct egi_device egi_device; /* a backend's own; the CPU's is the context's pool */
+
+/* The part that differs between CPU and CUDA. Streams and events are small numbers; stream 0 computes, stream 1 copies
+ * towards the host, stream 2 towards the device. On the CPU all run in list order and events do nothing. */
+typedef struct egi_backend {
+  const char *name;
+  bool is_host; /* device memory is host memory: weights are used where they are mapped */
+  eg_status (*open)(eg_context *ctx, egi_device **out_device);
+  void (*close)(egi_device *device);
+  const egi_kernel *(*find_kernel)(egi_op op);
+  eg_status (*allocate)(egi_device *device, egi_purpose purpose, size_t size_bytes, void **out_memory);
+  void (*release)(egi_device *device, egi_purpose purpose, void *memory, size_t size_bytes);
+  eg_status (*upload)(egi_device *device, void *dst, const void *src, size_t size_bytes);
+  eg_status (*download)(egi_device *device, void *dst, const void *src, size_t size_bytes);
+  eg_status (*record)(egi_device *device, unsigned stream, unsigned event);
+  eg_status (*wait)(egi_device *device, unsigned stream, unsigned event);
+  eg_status (*synchronize)(egi_device *device);
+  void *(*stream)(egi_device *device, unsigned stream); /* what kernels get as `stream`; NULL: nothing */
+} egi_backend;
+
+const egi_backend *egi_backend_cpu(void);
+/* The evaluator for passes: the CPU backend run node by node or as a plan. */
+const egi_evaluator *egi_evaluator_cpu(void);
+
+/* ---- store: persistent values on a device --------------------------------------------------------------------- */
+
+/* Weights and state pools of one module on one device, shared by every session over it. On a host backend weights are
+ * used in place when aligned for their type, else copied once. */
+typedef struct egi_store egi_store;
+eg_status egi_store_create(eg_context *ctx, const egi_module *module, const egi_backend *backend, egi_store **out_store);
+void egi_store_destroy(egi_store *store);
+/* Makes one weight resident (EG_ERROR_MEMORY, _IO). Called by the planner for the weights that a plan uses. */
+eg_status egi_store_load(egi_store *store, uint32_t weight, void **out_data);
+/* Allocates the pools, zeroed, and fills PARAMETERS of states that come from a weight. */
+eg_status egi_store_make_pools(egi_store *store);
+void *egi_store_pool(const egi_store *store, egi_state_pool pool);
+egi_device *egi_store_device(const egi_store *store);
+
+/* ---- plan ----------------------------------------------------------------------------------------------------- */
+
+typedef struct egi_plan egi_plan;
+
+typedef struct egi_plan_options {
+  const egi_binding *bindings; /* every symbol of the graph's inputs */
+  size_t n_bindings;
+  uint64_t memory_budget; /* bytes for transient buffers; 0: none */
+} egi_plan_options;
+
+/* The numbers that the graph's symbols have when its inputs are these tensors (one for each input; data is not looked
+ * at): EG_ERROR_SHAPE where types, ranks or sizes contradict. */
+eg_status egi_bindings_solve(const egi_graph *graph, const egi_tensor *inputs, egi_arena *arena,
+                             egi_binding **out_bindings, size_t *out_count);
+
+/* Bytes a plan needs, by what they are for. */
+typedef struct egi_plan_bytes {
+  uint64_t weights;   /* used by this plan, resident */
+  uint64_t states;
+  uint64_t saved;     /* high-water mark of values that live across the loss (activations kept for backward) */
+  uint64_t transient; /* size of the buffer all values and workspace share */
+  uint64_t workspace; /* largest of one node */
+  uint64_t fixed;     /* values computed once, when the session is made */
+} egi_plan_bytes;
+
+/* Resolves shapes with the bindings, checks recorded assumptions, chooses kernels and views, orders streams, places
+ * buffers. All nodes without a kernel or with unsupported types are named in one error, before anything is allocated
+ * on the device. The graph and module must outlive the plan. */
+eg_status egi_plan_create(eg_context *ctx, const egi_graph *graph, const egi_backend *backend,
+                          const egi_plan_options *options, egi_plan **out_plan);
+void egi_plan_destroy(egi_plan *plan);
+void egi_plan_get_bytes(const egi_plan *plan, egi_plan_bytes *out_bytes);
+/* One line a step, for tests and `engraft plan`. */
+void egi_plan_print(const egi_plan *plan, egi_text *out);
+
+/* ---- session -------------------------------------------------------------------------------------------------- */
+
+/* A plan with memory: inputs are written to, the plan is run, outputs are read. Sessions over one store that are given
+ * the same `scratch` share their transient buffer and must not run at the same time. */
+typedef struct egi_session egi_session;
+
+/* Device memory shared by sessions; grows only while sessions are created. */
+typedef struct egi_scratch egi_scratch;
+eg_status egi_scratch_create(eg_context *ctx, egi_store *store, egi_scratch **out_scratch);
+void egi_scratch_destroy(egi_scratch *scratch);
+
+eg_status egi_session_create(egi_store *store, const egi_plan *plan, egi_scratch *scratch, egi_session **out_session);
+void egi_session_destroy(egi_session *session);
+/* Host bytes of an input, contiguous, of the planned shape and type; copied. `input` is the position in graph->inputs.
+ * Inputs are staged outside the transient buffer and keep their content between runs. */
+eg_status egi_session_set_input(egi_session *session, uint32_t input, const void *bytes, size_t size_bytes);
+/* Runs everything; allocates nothing. */
+eg_status egi_session_run(egi_session *session);
+/* Shape and type of an output; data is device memory, valid until another session of the scratch runs. */
+eg_status egi_session_output(const egi_session *session, uint32_t output, egi_tensor *out_tensor);
+/* Copies an output to host memory, contiguous. */
+eg_status egi_session_read_output(egi_session *session, uint32_t output, void *bytes, size_t size_bytes);
+
+#endif

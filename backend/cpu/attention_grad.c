@@ -1,0 +1,259 @@
+/* AttentionGrad: scores of each tile are computed anew and become probabilities through the saved log-sum-exp (Dao et
+ * al., arXiv 2205.14135, section B.4). Two passes, both free of atomics: a task of the first owns a tile of keys of one
+ * key head and goes through the query heads and queries in order for dK and dV; a task of the second owns a tile of
+ * queries for dQ. Products accumulate in the element type; delta = sum of dY · Y per row in f64. No gradient flows
+ * to the mask. */
+#include "backend/cpu/attention.h"
+
+#define TILE_OWN_KEYS ((int64_t)128) /* of a task that owns keys; at most EGI_TILE_KEYS */
+
+enum { INPUT_MASK = 3, INPUT_Y, INPUT_LSE, INPUT_DY };
+enum { OUTPUT_DQ, OUTPUT_DK, OUTPUT_DV, OUTPUT_COUNT };
+
+typedef struct grad_params {
+  egi_attention shared;
+  egi_heads y, dy, gradients[OUTPUT_COUNT];
+  size_t workers_at; /* deltas lie before: f64 [batch, q_heads, queries] */
+  size_t scores_at, d_scores_at, bias_at, scratch_at, worker_bytes;
+} grad_params;
+
+typedef struct grad_run {
+  const grad_params *params;
+  const egi_kernel_call *call;
+} grad_run;
+
+static int64_t smaller(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+static int64_t larger(int64_t a, int64_t b) {
+  return a > b ? a : b;
+}
+static int64_t ceil_divide(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+/* ---- prepare ---------------------------------------------------------------------------------------------------- */
+
+static bool same_dims(const egi_tensor *a, const egi_tensor *b) {
+  if (a->rank != b->rank) return false;
+  for (int i = 0; i < a->rank; i++)
+    if (a->dims[i] != b->dims[i]) return false;
+  return true;
+}
+
+static eg_status check_operands(const egi_kernel_plan *plan, const egi_attention *a) {
+  const egi_tensor *y = &plan->inputs[INPUT_Y], *lse = &plan->inputs[INPUT_LSE], *dy = &plan->inputs[INPUT_DY];
+  if (y->dtype != a->dtype || dy->dtype != a->dtype || !egi_row_functions_of(lse->dtype)) return egi_fail_types(plan);
+  bool fits = same_dims(y, dy) && lse->rank == 3 && lse->dims[0] == a->n_batches && lse->dims[1] == a->q_heads &&
+              lse->dims[2] == a->n_queries && y->rank == plan->inputs[0].rank && y->dims[0] == a->n_batches;
+  if (fits && y->rank == 4)
+    fits = y->dims[1] == a->q_heads && y->dims[2] == a->n_queries && y->dims[3] == a->value_width;
+  else if (fits)
+    fits = y->dims[1] == a->n_queries && y->dims[2] == a->q_heads * a->value_width;
+  for (unsigned i = 0; i < plan->n_outputs && fits; i++) {
+    if (plan->outputs[i].dtype == EG_DTYPE_UNDEFINED) continue;
+    if (plan->outputs[i].dtype != a->dtype) return egi_fail_types(plan);
+    fits = same_dims(&plan->outputs[i], &plan->inputs[i]);
+  }
+  if (fits) return EG_OK;
+  return egi_fail_node(plan->graph, plan->node, EG_ERROR_SHAPE, "Y, lse, dY or the results do not fit Q, K and V");
+}
+
+eg_status egi_cpu_prepare_attention_grad(egi_kernel_plan *plan) {
+  grad_params *p = EGI_NEW(plan->arena, grad_params, 1);
+  if (!p) return EG_ERROR_MEMORY;
+  egi_attention *a = &p->shared;
+  EG_TRY(egi_attention_read(plan, a));
+  EG_TRY(check_operands(plan, a));
+  p->y = egi_attention_heads(&plan->inputs[INPUT_Y], a->q_heads);
+  p->dy = egi_attention_heads(&plan->inputs[INPUT_DY], a->q_heads);
+  for (unsigned i = 0; i < plan->n_outputs; i++)
+    if (plan->outputs[i].dtype != EG_DTYPE_UNDEFINED)
+      p->gradients[i] = egi_attention_heads(&plan->outputs[i], i == OUTPUT_DQ ? a->q_heads : a->kv_heads);
+  size_t deltas = (size_t)(a->n_batches * a->q_heads * a->n_queries) * sizeof(double);
+  p->workers_at = (deltas + 63) / 64 * 64;
+  p->d_scores_at = p->scores_at + a->bias_bytes;
+  p->bias_at = p->d_scores_at + a->bias_bytes;
+  p->scratch_at = p->bias_at + a->bias_bytes;
+  p->worker_bytes = p->scratch_at + a->scratch_bytes;
+  plan->workspace_bytes = p->workers_at + p->worker_bytes * egi_pool_size(egi_context_pool(plan->ctx));
+  plan->params = p;
+  return EG_OK;
+}
+
+/* ---- run -------------------------------------------------------------------------------------------------------- */
+
+static bool has_output(const grad_run *run, unsigned output) {
+  return output < run->call->n_outputs && run->call->outputs[output].dtype != EG_DTYPE_UNDEFINED;
+}
+
+static egi_attention_head head_at(const grad_run *run, int64_t index) {
+  const egi_tensor *inputs = run->call->inputs;
+  return egi_attention_head_at(&run->params->shared, run->call, index, inputs[1].data, inputs[2].data);
+}
+
+static double *delta_at(const grad_run *run, int64_t index, int64_t query) {
+  return (double *)run->call->workspace + index * run->params->shared.n_queries + query;
+}
+
+/* delta = sum of dY · Y, for a tile of queries of one head. */
+static void run_delta(void *argument, size_t index, size_t worker) {
+  (void)worker;
+  const grad_run *run = argument;
+  const grad_params *p = run->params;
+  const egi_attention *a = &p->shared;
+  int64_t n_tiles = ceil_divide(a->n_queries, EGI_TILE_QUERIES), head = (int64_t)index / n_tiles;
+  int64_t query = (int64_t)index % n_tiles * EGI_TILE_QUERIES, end = smaller(query + EGI_TILE_QUERIES, a->n_queries);
+  const egi_tensor *inputs = run->call->inputs;
+  egi_matrix y = egi_attention_matrix(a, inputs[INPUT_Y].data, &p->y, head / a->q_heads, head % a->q_heads);
+  egi_matrix dy = egi_attention_matrix(a, inputs[INPUT_DY].data, &p->dy, head / a->q_heads, head % a->q_heads);
+  bool is_packed = (y.column_stride == 1 && dy.column_stride == 1) || a->value_width == 1;
+  for (; query < end; query++) {
+    double sum = 0;
+    if (is_packed) sum = a->functions->dot(egi_matrix_at(&y, query, 0), egi_matrix_at(&dy, query, 0), a->value_width);
+    for (int64_t j = 0; j < a->value_width && !is_packed; j++)
+      sum += egi_real_get(egi_matrix_at(&y, query, j), a->dtype) * egi_real_get(egi_matrix_at(&dy, query, j), a->dtype);
+    *delta_at(run, head, query) = sum;
+  }
+}
+
+/* Probabilities and gradients of the raw scores of a tile; false when the mask hides all of it. */
+static bool make_tile(const grad_run *run, const egi_attention_head *head, int64_t at[2], int64_t size[2],
+                      char *worker) {
+  const grad_params *p = run->params;
+  const egi_attention *a = &p->shared;
+  const egi_tensor *inputs = run->call->inputs, *lse = &inputs[INPUT_LSE];
+  char *scores = worker + p->scores_at, *d_scores = worker + p->d_scores_at, *bias = worker + p->bias_at;
+  void *scratch = worker + p->scratch_at;
+  egi_mask_state state = egi_attention_mask(a, head, &inputs[a->has_mask ? INPUT_MASK : 0], at, size, bias);
+  if (state == EGI_MASK_HIDDEN) return false;
+  egi_attention_scores(a, head, at, size, scores, scratch);
+  egi_matrix dy = egi_attention_matrix(a, inputs[INPUT_DY].data, &p->dy, head->batch, head->q_head);
+  egi_matrix values = {head->v.data, a->dtype, head->v.column_stride, head->v.row_stride};
+  egi_product product = {size[0],
+                         size[1],
+                         a->value_width,
+                         egi_matrix_part(&dy, at[0], 0),
+                         egi_matrix_part(&values, 0, at[1]),
+                         {d_scores, a->dtype, size[1], 1},
+                         1.0,
+                         0.0};
+  egi_product_run(a->isa, &product, scratch);
+  for (int64_t i = 0; i < size[0]; i++) {
+    egi_score_row row = egi_attention_row(a, head, at, size, i, scores, state == EGI_MASK_BIAS ? bias : NULL);
+    int64_t query = at[0] + i;
+    int64_t offset = head->batch * lse->strides[0] + head->q_head * lse->strides[1] + query * lse->strides[2];
+    double shift = egi_real_get((char *)lse->data + offset * (int64_t)egi_element_bytes(lse->dtype), lse->dtype);
+    double delta = *delta_at(run, head->batch * a->q_heads + head->q_head, query);
+    a->functions->attention_grad(&row, shift, delta, d_scores + (size_t)(i * size[1]) * a->bytes);
+  }
+  return true;
+}
+
+static egi_matrix gradient_of(const grad_run *run, unsigned output, int64_t batch, int64_t head) {
+  return egi_attention_matrix(&run->params->shared, run->call->outputs[output].data, &run->params->gradients[output],
+                              batch, head);
+}
+
+static void clear_rows(const egi_attention *a, const egi_matrix *matrix, int64_t first, int64_t n, int64_t columns) {
+  for (int64_t i = first; i < first + n; i++)
+    for (int64_t j = 0; j < columns; j++) memset(egi_matrix_at(matrix, i, j), 0, a->bytes);
+}
+
+/* C += A · B with a tile of scores (transposed for gradients of keys) as A; B and C are the caller's. */
+static egi_product tile_product(const egi_attention *a, char *tile, const int64_t size[2], bool is_transposed) {
+  egi_product product = {.k = is_transposed ? size[0] : size[1], .alpha = 1.0, .beta = 1.0};
+  product.m = is_transposed ? size[1] : size[0];
+  product.a = (egi_matrix){tile, a->dtype, is_transposed ? 1 : size[1], is_transposed ? size[1] : 1};
+  return product;
+}
+
+/* dV += P' · dY and dK += scale · dS' · Q for a tile. */
+static void add_to_keys(const grad_run *run, const egi_attention_head *head, const int64_t at[2], const int64_t size[2],
+                        char *worker) {
+  const grad_params *p = run->params;
+  const egi_attention *a = &p->shared;
+  int64_t kv_head = head->q_head / (a->q_heads / a->kv_heads);
+  if (has_output(run, OUTPUT_DV)) {
+    egi_matrix dy = egi_attention_matrix(a, run->call->inputs[INPUT_DY].data, &p->dy, head->batch, head->q_head);
+    egi_matrix dv = gradient_of(run, OUTPUT_DV, head->batch, kv_head);
+    egi_product product = tile_product(a, worker + p->scores_at, size, true);
+    product.n = a->value_width;
+    product.b = egi_matrix_part(&dy, at[0], 0);
+    product.c = egi_matrix_part(&dv, at[1], 0);
+    egi_product_run(a->isa, &product, worker + p->scratch_at);
+  }
+  if (has_output(run, OUTPUT_DK)) {
+    egi_matrix dk = gradient_of(run, OUTPUT_DK, head->batch, kv_head);
+    egi_product product = tile_product(a, worker + p->d_scores_at, size, true);
+    product.n = a->width;
+    product.b = egi_matrix_part(&head->q, at[0], 0);
+    product.c = egi_matrix_part(&dk, at[1], 0);
+    product.alpha = a->scale;
+    egi_product_run(a->isa, &product, worker + p->scratch_at);
+  }
+}
+
+/* dK and dV of a tile of keys: over the query heads that share them, over the queries. */
+static void run_keys(void *argument, size_t index, size_t worker_index) {
+  const grad_run *run = argument;
+  const grad_params *p = run->params;
+  const egi_attention *a = &p->shared;
+  char *worker = (char *)run->call->workspace + p->workers_at + worker_index * p->worker_bytes;
+  int64_t n_tiles = ceil_divide(a->n_keys, TILE_OWN_KEYS), group = a->q_heads / a->kv_heads;
+  int64_t key = (int64_t)index % n_tiles * TILE_OWN_KEYS, end = smaller(key + TILE_OWN_KEYS, a->n_keys);
+  int64_t batch = (int64_t)index / n_tiles / a->kv_heads, kv_head = (int64_t)index / n_tiles % a->kv_heads;
+  for (unsigned i = OUTPUT_DK; i <= OUTPUT_DV; i++) {
+    if (!has_output(run, i)) continue;
+    egi_matrix gradient = gradient_of(run, i, batch, kv_head);
+    clear_rows(a, &gradient, key, end - key, i == OUTPUT_DK ? a->width : a->value_width);
+  }
+  for (int64_t q_head = kv_head * group; q_head < (kv_head + 1) * group; q_head++) {
+    egi_attention_head head = head_at(run, batch * a->q_heads + q_head);
+    for (int64_t query = 0; query < a->n_queries; query += EGI_TILE_QUERIES) {
+      int64_t n = smaller(EGI_TILE_QUERIES, a->n_queries - query);
+      egi_key_range range = egi_attention_tile_range(a, &head, query, n);
+      int64_t first = larger(range.first, key), last = smaller(range.last, end);
+      int64_t at[2] = {query, first}, size[2] = {n, last - first};
+      if (first < last && make_tile(run, &head, at, size, worker)) add_to_keys(run, &head, at, size, worker);
+    }
+  }
+}
+
+/* dQ of a tile of queries: scale · dS · K over the keys. */
+static void run_queries(void *argument, size_t index, size_t worker_index) {
+  const grad_run *run = argument;
+  const grad_params *p = run->params;
+  const egi_attention *a = &p->shared;
+  char *worker = (char *)run->call->workspace + p->workers_at + worker_index * p->worker_bytes;
+  int64_t n_tiles = ceil_divide(a->n_queries, EGI_TILE_QUERIES);
+  int64_t query = (n_tiles - 1 - (int64_t)index % n_tiles) * EGI_TILE_QUERIES;
+  int64_t n = smaller(EGI_TILE_QUERIES, a->n_queries - query);
+  egi_attention_head head = head_at(run, (int64_t)index / n_tiles);
+  egi_matrix dq = gradient_of(run, OUTPUT_DQ, head.batch, head.q_head);
+  clear_rows(a, &dq, query, n, a->width);
+  egi_key_range range = egi_attention_tile_range(a, &head, query, n);
+  for (int64_t key = range.first; key < range.last; key += EGI_TILE_KEYS) {
+    int64_t at[2] = {query, key}, size[2] = {n, smaller(EGI_TILE_KEYS, range.last - key)};
+    if (!make_tile(run, &head, at, size, worker)) continue;
+    egi_product product = tile_product(a, worker + p->d_scores_at, size, false);
+    product.n = a->width;
+    product.b = egi_matrix_part(&head.k, at[1], 0);
+    product.c = egi_matrix_part(&dq, query, 0);
+    product.alpha = a->scale;
+    egi_product_run(a->isa, &product, worker + p->scratch_at);
+  }
+}
+
+eg_status egi_cpu_run_attention_grad(eg_context *ctx, const egi_kernel_call *call) {
+  (void)ctx;
+  const egi_attention *a = &((const grad_params *)call->params)->shared;
+  grad_run run = {call->params, call};
+  size_t query_tiles = (size_t)(a->n_batches * a->q_heads * ceil_divide(a->n_queries, EGI_TILE_QUERIES));
+  egi_pool_run(call->pool, query_tiles, run_delta, &run);
+  if (has_output(&run, OUTPUT_DK) || has_output(&run, OUTPUT_DV))
+    egi_pool_run(call->pool, (size_t)(a->n_batches * a->kv_heads * ceil_divide(a->n_keys, TILE_OWN_KEYS)), run_keys,
+                 &run);
+  if (has_output(&run, OUTPUT_DQ)) egi_pool_run(call->pool, query_tiles, run_queries, &run);
+  return EG_OK;
+}

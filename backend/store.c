@@ -1,0 +1,303 @@
+/* Weights and state pools of a module on one device, shared by all sessions over it. Weight bytes are made resident
+ * when the first plan asks for them. */
+#include <inttypes.h>
+
+#include "backend/plan.h"
+
+typedef struct resident {
+  void *data;
+  uint64_t owned_bytes; /* allocated for it; 0: the bytes lie where the module has them */
+  bool is_owned;
+} resident;
+
+struct egi_store {
+  eg_context *ctx;
+  const egi_module *module;
+  const egi_backend *backend;
+  egi_device *device;
+  egi_arena arena;
+  resident *weights; /* by index in the module */
+  uint32_t n_weights, weights_capacity;
+  void *pools[EGI_POOL_COUNT];
+  uint64_t pool_bytes[EGI_POOL_COUNT];
+};
+
+uint64_t egi_pool_bytes(const egi_module *module, egi_state_pool pool) {
+  return module->pool_elements[pool] * (pool == EGI_POOL_STEP ? 1u : sizeof(float));
+}
+
+/* ---- numbers that are made ------------------------------------------------------------------------------------ */
+
+enum { GENERATE_CHUNK = 4096 };
+
+typedef struct generation {
+  const egi_weight *weight;
+  void *dst;
+  uint64_t count, stream;
+} generation;
+
+/* false for types that no number can be made in. */
+static bool write_number(eg_dtype dtype, double value, void *dst, uint64_t i) {
+  switch (dtype) {
+  case EG_DTYPE_F32:
+    ((float *)dst)[i] = (float)value;
+    return true;
+  case EG_DTYPE_F64:
+    ((double *)dst)[i] = value;
+    return true;
+  case EG_DTYPE_F16:
+    ((uint16_t *)dst)[i] = egi_f32_to_f16((float)value);
+    return true;
+  case EG_DTYPE_BF16:
+    ((uint16_t *)dst)[i] = egi_f32_to_bf16((float)value);
+    return true;
+  case EG_DTYPE_I64:
+    ((int64_t *)dst)[i] = (int64_t)value;
+    return true;
+  case EG_DTYPE_I32:
+    ((int32_t *)dst)[i] = (int32_t)value;
+    return true;
+  case EG_DTYPE_BOOL:
+    ((uint8_t *)dst)[i] = value != 0.0;
+    return true;
+  case EG_DTYPE_U8:
+    ((uint8_t *)dst)[i] = (uint8_t)value;
+    return true;
+  case EG_DTYPE_I8:
+    ((int8_t *)dst)[i] = (int8_t)value;
+    return true;
+  default:
+    return false;
+  }
+}
+
+/* Each number is a function of seed, name and position: independent of threads and of what was made before. */
+static void generate_chunk(void *argument, size_t index, size_t worker) {
+  const generation *run = argument;
+  const egi_bytes *bytes = &run->weight->bytes;
+  uint64_t first = (uint64_t)index * GENERATE_CHUNK, end = first + GENERATE_CHUNK;
+  (void)worker;
+  if (end > run->count) end = run->count;
+  for (uint64_t i = first; i < end; i++) {
+    double value = bytes->value;
+    if (bytes->kind == EGI_BYTES_NORMAL) value *= egi_random_normal(bytes->seed, run->stream, i);
+    (void)write_number(run->weight->dtype, value, run->dst, i);
+  }
+}
+
+eg_status egi_weight_write(eg_context *ctx, const egi_weight *weight, void *dst) {
+  uint64_t size_bytes = 0, probe[2] = {0};
+  EG_TRY(egi_weight_bytes(ctx, weight, &size_bytes));
+  if (weight->bytes.kind == EGI_BYTES_MEMORY) {
+    if (size_bytes > 0) memcpy(dst, weight->bytes.data, (size_t)size_bytes);
+    return EG_OK;
+  }
+  if (!write_number(weight->dtype, 0.0, probe, 0)) {
+    return egi_fail(ctx, EG_ERROR_UNSUPPORTED, "weight \"%s\": numbers of type %s cannot be generated", weight->name,
+                    egi_dtype_name(weight->dtype));
+  }
+  generation run = {.weight = weight,
+                    .dst = dst,
+                    .count = size_bytes / egi_whole_bytes(weight->dtype),
+                    .stream = egi_hash(weight->name, strlen(weight->name), 0)};
+  egi_pool_run(egi_context_pool(ctx), (size_t)((run.count + GENERATE_CHUNK - 1) / GENERATE_CHUNK), generate_chunk,
+               &run);
+  return EG_OK;
+}
+
+/* ---- the store ------------------------------------------------------------------------------------------------ */
+
+eg_status egi_store_create(eg_context *ctx, const egi_module *module, const egi_backend *backend,
+                           egi_store **out_store) {
+  egi_store *store = egi_allocate(ctx, EGI_PURPOSE_GRAPH, sizeof(*store));
+  if (store == NULL) return EG_ERROR_MEMORY;
+  memset(store, 0, sizeof(*store));
+  store->ctx = ctx;
+  store->module = module;
+  store->backend = backend;
+  egi_arena_init(&store->arena, ctx, EGI_PURPOSE_GRAPH);
+  eg_status status = backend->open(ctx, &store->device);
+  if (status != EG_OK) {
+    egi_release(ctx, EGI_PURPOSE_GRAPH, store, sizeof(*store));
+    return status;
+  }
+  egi_context_retain(ctx);
+  *out_store = store;
+  return EG_OK;
+}
+
+void egi_store_destroy(egi_store *store) {
+  if (store == NULL) return;
+  eg_context *ctx = store->ctx;
+  const egi_backend *backend = store->backend;
+  for (uint32_t i = 0; i < store->n_weights; i++) {
+    const resident *weight = &store->weights[i];
+    if (!weight->is_owned) continue;
+    backend->release(store->device, EGI_PURPOSE_WEIGHTS, weight->data, (size_t)weight->owned_bytes);
+  }
+  for (unsigned pool = 0; pool < EGI_POOL_COUNT; pool++) {
+    if (store->pools[pool] == NULL) continue;
+    backend->release(store->device, EGI_PURPOSE_TRAINABLE, store->pools[pool], (size_t)store->pool_bytes[pool]);
+  }
+  backend->close(store->device);
+  egi_arena_clear(&store->arena);
+  egi_release(ctx, EGI_PURPOSE_GRAPH, store, sizeof(*store));
+  egi_context_release(ctx);
+}
+
+static bool can_use_in_place(const egi_store *store, const egi_weight *weight) {
+  uint32_t element_bytes = egi_whole_bytes(weight->dtype);
+  return store->backend->is_host && weight->bytes.kind == EGI_BYTES_MEMORY &&
+         (element_bytes == 0 || (uintptr_t)weight->bytes.data % element_bytes == 0);
+}
+
+/* Bytes on a device of its own: those of the module, or made in host memory first. */
+static eg_status upload_weight(egi_store *store, const egi_weight *weight, void *dst, uint64_t size_bytes) {
+  eg_context *ctx = store->ctx;
+  if (weight->bytes.kind == EGI_BYTES_MEMORY) {
+    return store->backend->upload(store->device, dst, weight->bytes.data, (size_t)size_bytes);
+  }
+  void *staging = egi_allocate(ctx, EGI_PURPOSE_DATA, (size_t)size_bytes);
+  if (staging == NULL) return EG_ERROR_MEMORY;
+  eg_status status = egi_weight_write(ctx, weight, staging);
+  if (status == EG_OK) status = store->backend->upload(store->device, dst, staging, (size_t)size_bytes);
+  egi_release(ctx, EGI_PURPOSE_DATA, staging, (size_t)size_bytes);
+  return status;
+}
+
+static eg_status load(egi_store *store, const egi_weight *weight, resident *out) {
+  uint64_t size_bytes = 0;
+  EG_TRY(egi_weight_bytes(store->ctx, weight, &size_bytes));
+  if (can_use_in_place(store, weight) && weight->bytes.data != NULL) {
+    out->data = (void *)(uintptr_t)weight->bytes.data; /* kernels never write to weights */
+    return EG_OK;
+  }
+  void *memory = NULL;
+  EG_TRY(store->backend->allocate(store->device, EGI_PURPOSE_WEIGHTS, (size_t)size_bytes, &memory));
+  eg_status status = EG_OK;
+  if (size_bytes > 0) {
+    status = store->backend->is_host ? egi_weight_write(store->ctx, weight, memory)
+                                     : upload_weight(store, weight, memory, size_bytes);
+  }
+  if (status != EG_OK) {
+    store->backend->release(store->device, EGI_PURPOSE_WEIGHTS, memory, (size_t)size_bytes);
+    return status;
+  }
+  *out = (resident){.data = memory, .owned_bytes = size_bytes, .is_owned = true};
+  return EG_OK;
+}
+
+eg_status egi_store_load(egi_store *store, uint32_t weight, void **out_data) {
+  if (weight == 0 || weight >= store->module->n_weights) {
+    return egi_fail(store->ctx, EG_ERROR_INTERNAL, "weight %" PRIu32 " is not in the module", weight);
+  }
+  while (store->n_weights <= weight) { /* passes may have added some since */
+    EG_TRY(EGI_GROW(&store->arena, &store->weights, store->n_weights, &store->weights_capacity));
+    store->weights[store->n_weights++] = (resident){0};
+  }
+  resident *entry = &store->weights[weight];
+  if (entry->data == NULL) EG_TRY(load(store, &store->module->weights[weight], entry));
+  *out_data = entry->data;
+  return EG_OK;
+}
+
+/* ---- pools ---------------------------------------------------------------------------------------------------- */
+
+static eg_status clear(egi_store *store, void *memory, uint64_t size_bytes) {
+  if (store->backend->is_host) {
+    memset(memory, 0, (size_t)size_bytes);
+    return EG_OK;
+  }
+  size_t chunk = size_bytes < (1u << 20) ? (size_t)size_bytes : 1u << 20;
+  void *zeros = egi_allocate(store->ctx, EGI_PURPOSE_DATA, chunk);
+  if (zeros == NULL) return EG_ERROR_MEMORY;
+  memset(zeros, 0, chunk);
+  eg_status status = EG_OK;
+  for (uint64_t done = 0; status == EG_OK && done < size_bytes; done += chunk) {
+    uint64_t rest = size_bytes - done;
+    status =
+        store->backend->upload(store->device, (uint8_t *)memory + done, zeros, rest < chunk ? (size_t)rest : chunk);
+  }
+  egi_release(store->ctx, EGI_PURPOSE_DATA, zeros, chunk);
+  return status;
+}
+
+static float number_at(eg_dtype dtype, const uint8_t *bytes, uint64_t i) {
+  switch (dtype) {
+  case EG_DTYPE_F16:
+    return egi_f16_to_f32(((const uint16_t *)(const void *)bytes)[i]);
+  case EG_DTYPE_BF16:
+    return egi_bf16_to_f32(((const uint16_t *)(const void *)bytes)[i]);
+  case EG_DTYPE_F64:
+    return (float)((const double *)(const void *)bytes)[i];
+  default:
+    return ((const float *)(const void *)bytes)[i];
+  }
+}
+
+static bool is_convertible(eg_dtype dtype) {
+  return dtype == EG_DTYPE_F32 || dtype == EG_DTYPE_F16 || dtype == EG_DTYPE_BF16 || dtype == EG_DTYPE_F64;
+}
+
+/* The weight's numbers as f32, through host memory. */
+static eg_status fill_state(egi_store *store, const egi_state *state) {
+  const egi_weight *weight = &store->module->weights[state->weight];
+  uint64_t weight_bytes = 0, count = 1;
+  EG_TRY(egi_weight_bytes(store->ctx, weight, &weight_bytes));
+  for (int i = 0; i < state->rank; i++) count *= (uint64_t)state->dims[i];
+  if (!is_convertible(weight->dtype) || weight_bytes / egi_whole_bytes(weight->dtype) != count ||
+      (state->offset + count) * sizeof(float) > store->pool_bytes[state->pool]) {
+    return egi_fail(store->ctx, EG_ERROR_SHAPE, "parameter \"%s\" cannot start from weight \"%s\" of type %s",
+                    state->name, weight->name, egi_dtype_name(weight->dtype));
+  }
+  size_t value_bytes = (size_t)count * sizeof(float),
+         staging_bytes = (size_t)egi_align(value_bytes) + (size_t)weight_bytes;
+  uint8_t *staging = egi_allocate(store->ctx, EGI_PURPOSE_DATA, staging_bytes);
+  if (staging == NULL) return EG_ERROR_MEMORY;
+  float *values = (float *)(void *)staging;
+  uint8_t *bytes = staging + egi_align(value_bytes);
+  eg_status status = egi_weight_write(store->ctx, weight, bytes);
+  if (status == EG_OK) {
+    for (uint64_t i = 0; i < count; i++) values[i] = number_at(weight->dtype, bytes, i);
+    status =
+        store->backend->upload(store->device, (float *)store->pools[state->pool] + state->offset, values, value_bytes);
+  }
+  egi_release(store->ctx, EGI_PURPOSE_DATA, staging, staging_bytes);
+  return status;
+}
+
+eg_status egi_store_make_pools(egi_store *store) {
+  const egi_module *module = store->module;
+  bool is_filled = store->pools[EGI_POOL_PARAMETERS] != NULL;
+  for (unsigned pool = 0; pool < EGI_POOL_COUNT; pool++) {
+    uint64_t size_bytes = egi_pool_bytes(module, (egi_state_pool)pool);
+    if (store->pools[pool] != NULL && store->pool_bytes[pool] != size_bytes) {
+      return egi_fail(store->ctx, EG_ERROR_INTERNAL, "states were added after their pool was made");
+    }
+    if (store->pools[pool] != NULL || size_bytes == 0) continue;
+    EG_TRY(store->backend->allocate(store->device, EGI_PURPOSE_TRAINABLE, (size_t)size_bytes, &store->pools[pool]));
+    store->pool_bytes[pool] = size_bytes;
+    EG_TRY(clear(store, store->pools[pool], size_bytes));
+  }
+  for (uint32_t i = 1; i < module->n_states && !is_filled; i++) {
+    const egi_state *state = &module->states[i];
+    if (state->weight != 0 && state->pool == EGI_POOL_PARAMETERS) EG_TRY(fill_state(store, state));
+  }
+  return EG_OK;
+}
+
+void *egi_store_pool(const egi_store *store, egi_state_pool pool) {
+  return store->pools[pool];
+}
+egi_device *egi_store_device(const egi_store *store) {
+  return store->device;
+}
+eg_context *egi_store_context(const egi_store *store) {
+  return store->ctx;
+}
+const egi_module *egi_store_module(const egi_store *store) {
+  return store->module;
+}
+const egi_backend *egi_store_backend(const egi_store *store) {
+  return store->backend;
+}

@@ -1,0 +1,191 @@
+/* LoRA beside the linear layers that the caller chose: y + scale · (x·Aᵀ)·Bᵀ (Hu et al. 2021, arXiv:2106.09685), A
+ * [r, in] and B [out, r] as PEFT stores them; or, for full training, a state in the place of every parameter. States
+ * that the module has already, from another graph, are used again. Precondition: after name_modules, float32. */
+#include <string.h>
+
+#include "passes/passes.h"
+
+typedef struct grafter {
+  egi_pass_run *run;
+  egi_graph *graph;
+  egi_arena arena;
+  egi_redirect redirect;
+  egi_map states; /* pool digit and name -> index in the module */
+  egi_linear *linears;
+  size_t n_linears;
+} grafter;
+
+/* ---- states ----------------------------------------------------------------------------------------------------- */
+
+static const char *state_key(grafter *state, egi_state_pool pool, const char *name) {
+  return egi_arena_format(&state->arena, "%d%s", (int)pool, name);
+}
+
+static eg_status list_states(grafter *state) {
+  const egi_module *module = state->graph->module;
+  egi_map_init(&state->states, &state->arena);
+  for (uint32_t i = 1; i < module->n_states; i++) {
+    const char *key = state_key(state, module->states[i].pool, module->states[i].name);
+    if (!key) return EG_ERROR_MEMORY;
+    EG_TRY(egi_map_put(&state->states, key, i));
+  }
+  return EG_OK;
+}
+
+/* The state of that name in that pool, made when there is none. */
+static eg_status make_state(grafter *state, const egi_state *wanted, uint32_t *out_index) {
+  egi_module *module = state->graph->module;
+  const char *key = state_key(state, wanted->pool, wanted->name);
+  if (!key) return EG_ERROR_MEMORY;
+  if (egi_map_get(&state->states, key, out_index)) {
+    const egi_state *found = &module->states[*out_index];
+    bool is_equal = found->rank == wanted->rank;
+    for (int i = 0; is_equal && i < wanted->rank; i++) is_equal = found->dims[i] == wanted->dims[i];
+    if (!is_equal)
+      return egi_fail(state->run->ctx, EG_ERROR_DATA, "parameter \"%s\" exists with another shape", wanted->name);
+    return EG_OK;
+  }
+  EG_TRY(egi_module_add_state(module, wanted, out_index));
+  return egi_map_put(&state->states, key, *out_index);
+}
+
+/* A parameter, and its gradient unless nothing is trained; *out_value is the parameter in the graph. */
+static eg_status make_trainable(grafter *state, const egi_state *parameter, egi_value_id *out_value) {
+  uint32_t index = 0, ignored = 0;
+  EG_TRY(make_state(state, parameter, &index));
+  if (!state->run->adapt->is_frozen) {
+    egi_state gradient = *parameter;
+    gradient.pool = EGI_POOL_GRADIENTS;
+    gradient.weight = 0;
+    EG_TRY(make_state(state, &gradient, &ignored));
+  }
+  return egi_graph_add_state(state->graph, index, out_value);
+}
+
+/* ---- LoRA ------------------------------------------------------------------------------------------------------- */
+
+static eg_status make_adapter_state(grafter *state, const char *path, char which, const int64_t dims[2],
+                                    egi_value_id *out_value) {
+  egi_state parameter = {.pool = EGI_POOL_PARAMETERS, .dtype = EG_DTYPE_F32, .rank = 2, .has_decay = true};
+  parameter.name = egi_arena_format(&state->arena, "base_model.model.%s.lora_%c.weight", path, which);
+  parameter.dims[0] = dims[0];
+  parameter.dims[1] = dims[1];
+  return parameter.name ? make_trainable(state, &parameter, out_value) : EG_ERROR_MEMORY;
+}
+
+static eg_status graft_one(grafter *state, const egi_linear *linear, const egi_adapter_target *target) {
+  egi_graph *graph = state->graph;
+  const int64_t a_dims[2] = {target->rank, linear->in_features}, b_dims[2] = {linear->out_features, target->rank};
+  egi_value_id a = 0, b = 0, x = graph->nodes[linear->node].inputs[0], y = graph->nodes[linear->node].outputs[0];
+  if (graph->values[x].dtype != EG_DTYPE_F32)
+    return egi_fail_node(graph, linear->node, EG_ERROR_UNSUPPORTED, "an adapter needs float32, this computes in %s",
+                         egi_dtype_name(graph->values[x].dtype));
+  EG_TRY(make_adapter_state(state, linear->path, 'A', a_dims, &a));
+  EG_TRY(make_adapter_state(state, linear->path, 'B', b_dims, &b));
+  egi_emitter emit = {.graph = graph, .scope = linear->path};
+  egi_value_id down = egi_emit_binary(&emit, EGI_OP_MatMul, x, egi_emit_unary(&emit, EGI_OP_Transpose, a));
+  const egi_value_id inputs[3] = {y, down, egi_emit_unary(&emit, EGI_OP_Transpose, b)};
+  const egi_attribute alpha = egi_attribute_float("alpha", (float)target->scale);
+  egi_node_id n_nodes = graph->n_nodes;
+  egi_value_id sum = egi_emit(&emit, EGI_OP_AddMatMul, inputs, 3, &alpha, 1);
+  EG_TRY(emit.status);
+  bool is_done = false;
+  EG_TRY(egi_redirect_put(&state->redirect, y, sum, &is_done));
+  if (!is_done) return egi_fail_node(graph, n_nodes, EG_ERROR_INTERNAL, "cannot take the place of an output");
+  state->run->report->n_matched++;
+  return EG_OK;
+}
+
+/* Everything but the new sums takes the sums instead of the frozen layers' results. */
+static eg_status apply_sums(grafter *state, egi_node_id n_old_nodes) {
+  egi_graph *graph = state->graph;
+  for (egi_node_id id = n_old_nodes; id < graph->n_nodes; id++) {
+    egi_node *node = &graph->nodes[id];
+    unsigned first = node->op == EGI_OP_AddMatMul ? 1 : 0; /* input 0 is the frozen result itself */
+    for (unsigned i = first; i < node->n_inputs; i++)
+      node->inputs[i] = egi_redirect_get(&state->redirect, node->inputs[i]);
+  }
+  for (egi_node_id id = 1; id < n_old_nodes; id++) {
+    if (graph->nodes[id].op != EGI_OP_NONE) egi_redirect_node(&state->redirect, id);
+  }
+  for (uint32_t i = 0; i < graph->n_outputs; i++)
+    graph->outputs[i] = egi_redirect_get(&state->redirect, graph->outputs[i]);
+  return EG_OK;
+}
+
+/* All targets without a linear layer, in one error. */
+static eg_status fail_unmatched(grafter *state, const egi_map *paths) {
+  const egi_adapt_options *adapt = state->run->adapt;
+  egi_text text;
+  egi_text_init(&text, state->run->ctx);
+  for (size_t i = 0; i < adapt->n_adapters; i++) {
+    if (!egi_map_get(paths, adapt->adapters[i].path, NULL))
+      egi_text_format(&text, "%s%s", text.length > 0 ? ", " : "", adapt->adapters[i].path);
+  }
+  eg_status status = egi_text_status(&text);
+  if (status == EG_OK && text.length > 0)
+    status = egi_fail(state->run->ctx, EG_ERROR_DATA, "the model has no linear layer for the adapters of %s",
+                      egi_text_string(&text));
+  egi_text_free(&text);
+  return status;
+}
+
+static eg_status graft_all(grafter *state) {
+  const egi_adapt_options *adapt = state->run->adapt;
+  egi_map targets, paths;
+  egi_map_init(&targets, &state->arena);
+  egi_map_init(&paths, &state->arena);
+  EG_TRY(egi_find_linears(state->graph, &state->arena, &state->linears, &state->n_linears));
+  for (size_t i = 0; i < state->n_linears; i++) EG_TRY(egi_map_put(&paths, state->linears[i].path, (uint32_t)i));
+  EG_TRY(fail_unmatched(state, &paths));
+  for (size_t i = 0; i < adapt->n_adapters; i++) EG_TRY(egi_map_put(&targets, adapt->adapters[i].path, (uint32_t)i));
+  EG_TRY(egi_redirect_init(&state->redirect, state->graph));
+  egi_node_id n_old_nodes = state->graph->n_nodes;
+  for (size_t i = 0; i < state->n_linears; i++) {
+    uint32_t index = 0;
+    state->run->report->n_tried++;
+    if (!egi_map_get(&targets, state->linears[i].path, &index)) continue;
+    EG_TRY(graft_one(state, &state->linears[i], &adapt->adapters[index]));
+  }
+  return apply_sums(state, n_old_nodes);
+}
+
+/* ---- full training ---------------------------------------------------------------------------------------------- */
+
+static eg_status replace_one(grafter *state, const egi_parameter *parameter) {
+  const egi_weight *weight = &state->graph->module->weights[parameter->weight];
+  egi_state wanted = {.name = parameter->name,
+                      .pool = EGI_POOL_PARAMETERS,
+                      .dtype = EG_DTYPE_F32,
+                      .rank = weight->rank,
+                      .weight = parameter->weight,
+                      .is_transposed = parameter->is_transposed,
+                      .has_decay = weight->rank >= 2};
+  memcpy(wanted.dims, weight->dims, sizeof(wanted.dims));
+  egi_value_id value = 0;
+  EG_TRY(make_trainable(state, &wanted, &value));
+  state->run->report->n_matched++;
+  return egi_replace_parameter(state->graph, parameter, value);
+}
+
+static eg_status replace_all(grafter *state) {
+  egi_parameter *parameters = NULL;
+  size_t n_parameters = 0;
+  EG_TRY(egi_find_parameters(state->graph, &state->arena, &parameters, &n_parameters));
+  if (n_parameters == 0)
+    return egi_fail(state->run->ctx, EG_ERROR_DATA, "the model has no weights that can be trained");
+  for (size_t i = 0; i < n_parameters; i++) EG_TRY(replace_one(state, &parameters[i]));
+  return EG_OK;
+}
+
+eg_status egi_pass_graft_adapters(egi_pass_run *run, egi_graph *graph) {
+  if (!run->adapt || (!run->adapt->is_full && run->adapt->n_adapters == 0)) return EG_OK;
+  grafter state = {.run = run, .graph = graph};
+  egi_arena_init(&state.arena, run->ctx, EGI_PURPOSE_GRAPH);
+  eg_status status = list_states(&state);
+  if (status == EG_OK) status = run->adapt->is_full ? replace_all(&state) : graft_all(&state);
+  egi_redirect_free(&state.redirect);
+  egi_arena_clear(&state.arena);
+  run->has_changed = true;
+  return status;
+}

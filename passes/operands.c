@@ -1,0 +1,273 @@
+/* Where the nodes of a graph take parameters of the model, and its ends: token ids, logits, head. Called by the passes
+ * that name, adapt and train. One sweep in execution order. */
+#include <string.h>
+
+#include "passes/passes.h"
+
+typedef struct finder {
+  const egi_graph *graph;
+  egi_arena *arena;
+  bool *is_hidden; /* by value: computed from embedded tokens, or a float input */
+  egi_operand *list;
+  uint32_t count, capacity;
+} finder;
+
+static const egi_weight *weight_row(const egi_graph *graph, egi_value_id value) {
+  return &graph->module->weights[graph->values[value].index];
+}
+
+/* Tables of sines and cosines are gathered by position like embeddings, but nobody trains them. */
+static bool is_rotary_table(const char *name) {
+  const char *leaf = strrchr(name, '.');
+  const char *slash = strrchr(name, '/');
+  leaf = leaf ? leaf + 1 : name;
+  if (slash && slash + 1 > leaf) leaf = slash + 1;
+  return egi_has_prefix(leaf, "cos") || egi_has_prefix(leaf, "sin") || strstr(leaf, "cos_") || strstr(leaf, "sin_");
+}
+
+/* Elements along the last axis when all other dims are 1 and there is more than one element, else 0. */
+static int64_t vector_length(const egi_graph *graph, egi_value_id value) {
+  const egi_value *row = &graph->values[value];
+  int64_t length = 0;
+  for (int i = 0; i < row->rank; i++) {
+    int64_t dim = 0;
+    if (!egi_dim_value(graph->module->dims, row->dims[i], &dim)) return 0;
+    if (i < row->rank - 1 ? dim != 1 : dim <= 1) return 0;
+    length = dim;
+  }
+  return length;
+}
+
+static int64_t last_dim(const egi_graph *graph, egi_value_id value) {
+  const egi_value *row = &graph->values[value];
+  int64_t dim = 0;
+  return row->rank > 0 && egi_dim_value(graph->module->dims, row->dims[row->rank - 1], &dim) ? dim : -1;
+}
+
+static eg_status add_operand(finder *state, egi_node_id id, unsigned input, egi_operand_role role, bool is_transposed) {
+  const egi_graph *graph = state->graph;
+  const egi_node *node = &graph->nodes[id];
+  if (input >= node->n_inputs) return EG_OK;
+  egi_value_id weight = egi_weight_below(graph, node->inputs[input], &is_transposed);
+  if (weight == 0 || !egi_dtype_is_float(graph->values[weight].dtype)) return EG_OK;
+  int rank = graph->values[weight].rank;
+  if (rank < 1 || ((role == EGI_ROLE_MATRIX || role == EGI_ROLE_TABLE) && rank < 2)) return EG_OK;
+  EG_TRY(EGI_GROW(state->arena, &state->list, state->count, &state->capacity));
+  state->list[state->count++] =
+      (egi_operand){.node = id, .input = input, .weight = weight, .role = role, .is_transposed = is_transposed};
+  return EG_OK;
+}
+
+static bool is_scalar_constant(const egi_graph *graph, egi_value_id value) {
+  double ignored = 0.0;
+  return egi_value_scalar(graph, value, &ignored);
+}
+
+/* x · scale and x + bias with a vector along the last axis of a hidden value; 1 + scale as some norms write it. */
+static eg_status add_vector_operand(finder *state, egi_node_id id) {
+  const egi_graph *graph = state->graph;
+  const egi_node *node = &graph->nodes[id];
+  for (unsigned i = 0; i < 2; i++) {
+    egi_value_id vector = node->inputs[i], other = node->inputs[1 - i];
+    bool is_transposed = false;
+    int64_t length = vector_length(graph, vector);
+    if (length == 0 || egi_weight_below(graph, vector, &is_transposed) == 0) continue;
+    if (node->op == EGI_OP_Add && is_scalar_constant(graph, other)) return add_operand(state, id, i, EGI_ROLE_SCALE, 0);
+    if (!state->is_hidden[other] || last_dim(graph, other) != length) continue;
+    return add_operand(state, id, i, node->op == EGI_OP_Mul ? EGI_ROLE_SCALE : EGI_ROLE_BIAS, false);
+  }
+  return EG_OK;
+}
+
+static eg_status add_table(finder *state, egi_node_id id) {
+  const egi_graph *graph = state->graph;
+  const egi_node *node = &graph->nodes[id];
+  bool is_transposed = false;
+  if (egi_node_int(node, "axis", 0) != 0 || graph->values[node->inputs[0]].rank != 2) return EG_OK;
+  egi_value_id weight = egi_weight_below(graph, node->inputs[0], &is_transposed);
+  if (weight == 0 || is_rotary_table(weight_row(graph, weight)->name)) return EG_OK;
+  uint32_t before = state->count;
+  EG_TRY(add_operand(state, id, 0, EGI_ROLE_TABLE, false));
+  if (state->count > before) state->is_hidden[node->outputs[0]] = true;
+  return EG_OK;
+}
+
+static eg_status visit(finder *state, egi_node_id id) {
+  const egi_node *node = &state->graph->nodes[id];
+  bool is_hidden = node->n_inputs > 0 && state->is_hidden[node->inputs[0]];
+  switch (node->op) {
+  case EGI_OP_Gather:
+    return add_table(state, id);
+  case EGI_OP_MatMul:
+    return is_hidden ? add_operand(state, id, 1, EGI_ROLE_MATRIX, false) : EG_OK;
+  case EGI_OP_Gemm:
+    if (!is_hidden || egi_node_int(node, "transA", 0) != 0) return EG_OK;
+    EG_TRY(add_operand(state, id, 1, EGI_ROLE_MATRIX, egi_node_int(node, "transB", 0) != 0));
+    return add_operand(state, id, 2, EGI_ROLE_BIAS, false);
+  case EGI_OP_LinearLogProbability:
+    EG_TRY(add_operand(state, id, 1, EGI_ROLE_MATRIX, false));
+    return add_operand(state, id, 3, EGI_ROLE_BIAS, false);
+  case EGI_OP_LayerNormalization:
+  case EGI_OP_RMSNormalization:
+    if (!is_hidden) return EG_OK;
+    EG_TRY(add_operand(state, id, 1, EGI_ROLE_SCALE, false));
+    return node->op == EGI_OP_LayerNormalization ? add_operand(state, id, 2, EGI_ROLE_BIAS, false) : EG_OK;
+  case EGI_OP_Mul:
+  case EGI_OP_Add:
+    return add_vector_operand(state, id);
+  default:
+    return EG_OK;
+  }
+}
+
+/* Whatever a hidden value enters as data gives hidden values; indices and shapes do not count. */
+static void spread(finder *state, egi_node_id id) {
+  const egi_node *node = &state->graph->nodes[id];
+  bool is_hidden = false;
+  for (unsigned i = 0; i < node->n_inputs; i++) is_hidden = is_hidden || state->is_hidden[node->inputs[i]];
+  for (unsigned i = 0; is_hidden && i < node->n_outputs; i++) {
+    egi_value_id output = node->outputs[i];
+    if (output != 0 && egi_dtype_is_float(state->graph->values[output].dtype)) state->is_hidden[output] = true;
+  }
+}
+
+eg_status egi_find_operands(const egi_graph *graph, egi_arena *arena, egi_operand **out_operands, size_t *out_count) {
+  finder state = {.graph = graph, .arena = arena};
+  state.is_hidden = EGI_NEW(arena, bool, graph->n_values);
+  if (!state.is_hidden) return EG_ERROR_MEMORY;
+  for (uint32_t i = 0; i < graph->n_inputs; i++) {
+    const egi_value *input = &graph->values[graph->inputs[i]];
+    if (egi_dtype_is_float(input->dtype) && input->rank == 3) state.is_hidden[graph->inputs[i]] = true;
+  }
+  for (egi_node_id id = 1; id < graph->n_nodes; id++) {
+    if (graph->nodes[id].op == EGI_OP_NONE) continue;
+    EG_TRY(visit(&state, id));
+    spread(&state, id);
+  }
+  *out_operands = state.list;
+  *out_count = state.count;
+  return EG_OK;
+}
+
+/* ---- ends of the model ------------------------------------------------------------------------------------------ */
+
+static bool is_rank_three_float(const egi_graph *graph, egi_value_id id) {
+  return egi_dtype_is_float(graph->values[id].dtype) && graph->values[id].rank == 3;
+}
+
+eg_status egi_find_logits(const egi_graph *graph, egi_value_id *out_logits) {
+  egi_value_id found = 0;
+  uint32_t count = 0;
+  for (uint32_t i = 0; i < graph->n_outputs; i++) {
+    egi_value_id output = graph->outputs[i];
+    if (strcmp(graph->values[output].name, "logits") == 0) {
+      if (!is_rank_three_float(graph, output))
+        return egi_fail(graph->module->ctx, EG_ERROR_DATA,
+                        "output \"logits\" is not float [batch, sequence, vocabulary]");
+      *out_logits = output;
+      return EG_OK;
+    }
+    if (!is_rank_three_float(graph, output)) continue;
+    found = output;
+    count++;
+  }
+  if (count != 1)
+    return egi_fail(graph->module->ctx, EG_ERROR_DATA,
+                    "the model has no output \"logits\" and %u float outputs of rank 3: which are the logits?", count);
+  *out_logits = found;
+  return EG_OK;
+}
+
+static bool is_index_matrix(const egi_value *value) {
+  return value->rank == 2 && (value->dtype == EG_DTYPE_I64 || value->dtype == EG_DTYPE_I32);
+}
+
+/* The input whose numbers a Gather takes as they are, through layout and integer casts; 0: none. */
+static egi_value_id index_source(const egi_graph *graph, egi_value_id value) {
+  while (value != 0 && graph->values[value].kind == EGI_VALUE_NODE) {
+    const egi_node *node = &graph->nodes[graph->values[value].producer];
+    bool keeps_numbers = node->op == EGI_OP_Cast || (egi_op_get(node->op)->flags & EGI_OP_VIEW);
+    if (!keeps_numbers) return 0;
+    value = node->inputs[0];
+  }
+  return value != 0 && graph->values[value].kind == EGI_VALUE_INPUT ? value : 0;
+}
+
+eg_status egi_find_token_input(const egi_graph *graph, egi_value_id *out_input) {
+  egi_value_id named = egi_graph_find_value(graph, "input_ids"), found = 0;
+  if (named != 0 && graph->values[named].kind == EGI_VALUE_INPUT && is_index_matrix(&graph->values[named])) {
+    *out_input = named;
+    return EG_OK;
+  }
+  for (egi_node_id id = 1; id < graph->n_nodes; id++) {
+    const egi_node *node = &graph->nodes[id];
+    if (node->op != EGI_OP_Gather || !egi_dtype_is_float(graph->values[node->inputs[0]].dtype)) continue;
+    egi_value_id source = index_source(graph, node->inputs[1]);
+    if (source == 0 || source == found || !is_index_matrix(&graph->values[source])) continue;
+    if (found != 0)
+      return egi_fail(graph->module->ctx, EG_ERROR_DATA,
+                      "inputs \"%s\" and \"%s\" both index tables: which are the tokens?", graph->values[found].name,
+                      graph->values[source].name);
+    found = source;
+  }
+  if (found == 0)
+    return egi_fail(graph->module->ctx, EG_ERROR_DATA,
+                    "the model has no integer input \"input_ids\" [batch, sequence]");
+  *out_input = found;
+  return EG_OK;
+}
+
+/* The operand that carries the hidden values of an elementwise node with a constant beside it. */
+static egi_value_id carried_input(const egi_graph *graph, const egi_node *node) {
+  bool is_transposed = false;
+  switch (node->op) {
+  case EGI_OP_Cast:
+  case EGI_OP_Identity:
+  case EGI_OP_Reshape:
+  case EGI_OP_Squeeze:
+  case EGI_OP_Unsqueeze:
+  case EGI_OP_Slice:
+  case EGI_OP_Tanh:
+  case EGI_OP_Clip:
+  case EGI_OP_AddMatMul:
+    return node->inputs[0];
+  case EGI_OP_Add:
+  case EGI_OP_Mul:
+    if (egi_weight_below(graph, node->inputs[0], &is_transposed) != 0) return node->inputs[1];
+    return egi_weight_below(graph, node->inputs[1], &is_transposed) != 0 ? node->inputs[0] : 0;
+  case EGI_OP_Sub:
+  case EGI_OP_Div:
+    return egi_weight_below(graph, node->inputs[1], &is_transposed) != 0 ? node->inputs[0] : 0;
+  default:
+    return 0;
+  }
+}
+
+/* The only float output of rank 3, preferably named "logits"; without the error. */
+static egi_value_id likely_logits(const egi_graph *graph) {
+  egi_value_id found = 0;
+  for (uint32_t i = 0; i < graph->n_outputs; i++) {
+    egi_value_id output = graph->outputs[i];
+    if (!is_rank_three_float(graph, output)) continue;
+    if (strcmp(graph->values[output].name, "logits") == 0) return output;
+    if (found != 0) found = UINT32_MAX;
+    if (found == 0) found = output;
+  }
+  return found == UINT32_MAX ? 0 : found;
+}
+
+egi_node_id egi_find_head(const egi_graph *graph) {
+  egi_value_id value = likely_logits(graph);
+  while (value != 0 && graph->values[value].kind == EGI_VALUE_NODE) {
+    egi_node_id id = graph->values[value].producer;
+    const egi_node *node = &graph->nodes[id];
+    bool is_transposed = false;
+    if (node->op == EGI_OP_MatMul || node->op == EGI_OP_Gemm)
+      return egi_weight_below(graph, node->inputs[1], &is_transposed) != 0 ? id : 0;
+    value = carried_input(graph, node);
+  }
+  for (egi_node_id id = 1; id < graph->n_nodes; id++) { /* after append_loss */
+    if (graph->nodes[id].op == EGI_OP_LinearLogProbability) return id;
+  }
+  return 0;
+}

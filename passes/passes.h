@@ -1,0 +1,232 @@
+/* Graph passes: the table, how they are run and what they are told. Passes never include backend/. */
+#ifndef ENGRAFT_PASSES_PASSES_H
+#define ENGRAFT_PASSES_PASSES_H
+
+#include "graph/graph.h"
+
+typedef enum egi_stage {
+  EGI_STAGE_CANONICALISE,
+  EGI_STAGE_RECOGNISE,
+  EGI_STAGE_ADAPT,
+  EGI_STAGE_SPECIALISE,
+  EGI_STAGE_DIFFERENTIATE,
+  EGI_STAGE_SCHEDULE
+} egi_stage;
+
+/* One adapter to graft, decided by the caller (new or read from a PEFT folder). */
+typedef struct egi_adapter_target {
+  const char *path; /* module path, "model.layers.0.self_attn.q_proj" */
+  uint32_t rank;
+  double scale; /* alpha / rank */
+} egi_adapter_target;
+
+/* What the adapt stage is told; unused fields are zero. */
+typedef struct egi_adapt_options {
+  const egi_adapter_target *adapters;
+  size_t n_adapters;
+  bool is_full;      /* every parameter becomes a trainable state */
+  bool has_gradient; /* false: append_loss for evaluation only */
+  bool is_frozen;    /* graft adapters whose values never change: no gradient states are made */
+} egi_adapt_options;
+
+/* What a pass did: for `engraft rewrite --report`. */
+typedef struct egi_pass_report {
+  const char *pass;
+  uint32_t n_tried, n_matched;
+  const char *nearest_miss; /* "node x (Op): why not", or NULL */
+  double seconds;
+} egi_pass_report;
+
+typedef struct egi_pass_run {
+  eg_context *ctx;
+  const egi_adapt_options *adapt;
+  egi_pass_report *report;
+  bool has_changed; /* the pass sets it */
+} egi_pass_run;
+
+typedef eg_status (*egi_pass_function)(egi_pass_run *run, egi_graph *graph);
+
+typedef struct egi_pass_info {
+  const char *name;
+  egi_stage stage;
+  const char *summary;
+  egi_pass_function run;
+} egi_pass_info;
+
+#define EGI_PASS(name, stage, summary) eg_status egi_pass_##name(egi_pass_run *run, egi_graph *graph);
+#include "passes/passes.def"
+#undef EGI_PASS
+
+size_t egi_pass_count(void);
+const egi_pass_info *egi_pass_at(size_t index);
+const egi_pass_info *egi_pass_find(const char *name); /* NULL when there is none */
+
+typedef struct egi_pipeline_options {
+  const egi_adapt_options *adapt;
+  bool verify; /* run the graph before and after each pass on random input and compare */
+} egi_pipeline_options;
+
+/* Runs a list of passes over one graph, egi_graph_tidy() and (debug builds) egi_graph_verify() after each.
+ * `reports` has room for n_passes entries or is NULL. EG_ERROR_ARGUMENT names an unknown pass. */
+eg_status egi_passes_run(egi_graph *graph, const char *const *names, size_t n_names,
+                         const egi_pipeline_options *options, egi_pass_report *reports);
+/* All passes of a stage, canonicalise to a fixed point. */
+eg_status egi_passes_run_stage(egi_graph *graph, egi_stage stage, const egi_pipeline_options *options);
+
+/* ---- what name_modules finds ---------------------------------------------------------------------------------- */
+
+/* A linear layer: y = x·W (+ bias) with a frozen 2-D weight. */
+typedef struct egi_linear {
+  const char *path;
+  egi_node_id node;    /* MatMul or Gemm */
+  egi_value_id weight; /* the weight value itself, below any Transpose */
+  int64_t in_features, out_features;
+  bool is_transposed; /* the weight's bytes are [out, in] */
+  bool is_head;       /* gives the logits */
+} egi_linear;
+/* The linear layers of a graph after name_modules, in execution order. Those without a path are left out. */
+eg_status egi_find_linears(const egi_graph *graph, egi_arena *arena, egi_linear **out_linears, size_t *out_count);
+/* PEFT's rule: `target` equals the path or is its end after a dot; "all-linear": every linear but the head. */
+bool egi_target_matches(const egi_linear *linear, const char *targets);
+
+/* One operand of a node that takes a parameter, through casts, transposes and reshapes of the weight. */
+typedef struct egi_parameter_use {
+  egi_node_id node;
+  uint32_t input;
+  bool is_transposed; /* a tied weight whose file holds the 2-D transpose of the parameter's own bytes */
+} egi_parameter_use;
+
+/* Parameters of the model as Hugging Face names them, for full training. A weight that the exporter shared between
+ * modules is one parameter for each module; tied weights (token Gather and head) are one parameter. */
+typedef struct egi_parameter {
+  const char *name;   /* "model.layers.0.self_attn.q_proj.weight" */
+  uint32_t weight;    /* index in the module */
+  bool is_transposed; /* Hugging Face holds the transpose of the file's bytes */
+  const egi_parameter_use *uses;
+  uint32_t n_uses;
+} egi_parameter;
+/* All parameters that can be trained, in execution order of their first use; the graph has been through name_modules.
+ */
+eg_status egi_find_parameters(const egi_graph *graph, egi_arena *arena, egi_parameter **out_parameters,
+                              size_t *out_count);
+/* Every use of the parameter takes `value`, a weight or state of the shape of the parameter's weight, instead: how full
+ * training puts states in, and how a trained model is saved with new weights. */
+eg_status egi_replace_parameter(egi_graph *graph, const egi_parameter *parameter, egi_value_id value);
+/* The logits: the output of that name, or the only float output of rank 3. EG_ERROR_DATA when there is none. */
+eg_status egi_find_logits(const egi_graph *graph, egi_value_id *out_logits);
+/* The token ids: the input "input_ids", or the only integer input of rank 2 that a Gather takes. */
+eg_status egi_find_token_input(const egi_graph *graph, egi_value_id *out_input);
+
+/* ---- help for passes ------------------------------------------------------------------------------------------ */
+
+/* Replacements that a pass decides on while it walks the nodes in order; applied in one sweep at the end. */
+typedef struct egi_redirect {
+  egi_graph *graph;
+  egi_value_id *to; /* [capacity], 0: stays; all-zero with `graph` set is a valid empty one */
+  bool *is_output;  /* [capacity] */
+  uint32_t capacity, n_redirected;
+  egi_arena arena;
+} egi_redirect;
+eg_status egi_redirect_init(egi_redirect *redirect, egi_graph *graph);
+void egi_redirect_free(egi_redirect *redirect);
+/* What a value stands for by now. */
+egi_value_id egi_redirect_get(const egi_redirect *redirect, egi_value_id value);
+/* Rewrites the node's inputs to what they stand for. */
+void egi_redirect_node(const egi_redirect *redirect, egi_node_id node);
+/* `value` becomes `target` everywhere; a graph output keeps its name. Nothing happens (*out_done false) when a graph
+ * output would lose its name: its target is itself an output, or no result of a node. */
+eg_status egi_redirect_put(egi_redirect *redirect, egi_value_id value, egi_value_id target, bool *out_done);
+/* Rewrites all nodes and outputs. */
+void egi_redirect_apply(egi_redirect *redirect);
+
+/* Equal rank and equal dims, assumptions applied. */
+bool egi_same_shape(const egi_graph *graph, egi_value_id a, egi_value_id b);
+/* A new weight with these bytes (kept by the caller as long as the module) as a value of the graph. */
+eg_status egi_add_constant(egi_graph *graph, const char *name, const egi_tensor *tensor, egi_value_id *out_value);
+/* The weight value that `value` is a Cast, Identity, Transpose, Reshape, Squeeze or Unsqueeze of, or 0. A 2-D
+ * transpose toggles *is_transposed; any other reordering of elements gives 0. */
+egi_value_id egi_weight_below(const egi_graph *graph, egi_value_id value, bool *is_transposed);
+/* Where a node takes a parameter of the model: float weights that meet values computed from the embedded tokens, so
+ * that tables of positions and frequencies are none. */
+typedef enum egi_operand_role {
+  EGI_ROLE_MATRIX, /* of a MatMul, Gemm or LinearLogProbability: effectively [in, out] */
+  EGI_ROLE_TABLE,  /* of a Gather: effectively [rows, features] */
+  EGI_ROLE_SCALE,
+  EGI_ROLE_BIAS
+} egi_operand_role;
+typedef struct egi_operand {
+  egi_node_id node;
+  uint32_t input;
+  egi_value_id weight; /* below casts, transposes and reshapes */
+  egi_operand_role role;
+  bool is_transposed; /* the weight's bytes are the transpose of the effective matrix */
+} egi_operand;
+/* All of them in execution order. */
+eg_status egi_find_operands(const egi_graph *graph, egi_arena *arena, egi_operand **out_operands, size_t *out_count);
+/* The node whose linear layer gives the logits, or 0. */
+egi_node_id egi_find_head(const egi_graph *graph);
+/* A name made of dotted identifiers, as PyTorch names parameters. */
+bool egi_is_parameter_name(const char *name);
+
+/* --verify-rewrites: the graph's outputs on random input before a pass, compared with those after it. A graph that the
+ * evaluator cannot run (none set, states, calls left, unknown sizes) is not checked. */
+typedef struct egi_rewrite_check egi_rewrite_check;
+eg_status egi_rewrite_check_begin(const egi_graph *graph, egi_rewrite_check **out_check);
+/* EG_ERROR_INTERNAL names pass and output where they differ. NULL `check`: EG_OK. */
+eg_status egi_rewrite_check_end(egi_rewrite_check *check, const egi_graph *graph, const char *pass);
+void egi_rewrite_check_free(egi_rewrite_check *check);
+
+/* ---- gradient rules ------------------------------------------------------------------------------------------- */
+
+/* A rule appends to the graph the gradients of a node's inputs, given those of its outputs. */
+typedef struct egi_gradient {
+  egi_emitter *emit;
+  egi_graph *graph;
+  egi_node_id node;
+  const egi_value_id *out_gradients; /* [n_outputs], 0 where none flows */
+  const bool *is_wanted;             /* [n_inputs] */
+  egi_value_id *in_gradients;        /* [n_inputs], to be set where wanted; 0 = no gradient */
+} egi_gradient;
+typedef eg_status (*egi_gradient_rule)(egi_gradient *gradient);
+/* NULL for rows whose gradient column says none_…. */
+egi_gradient_rule egi_gradient_rule_of(egi_op op);
+
+#define EGI_OP(symbol, domain, name, version, in_min, in_max, out_min, out_max, flags, shape, gradient_name) \
+  eg_status egi_gradient_##gradient_name(egi_gradient *gradient);
+#include "graph/ops.def"
+#undef EGI_OP
+
+/* For rules; none of them keeps a pointer to the node's row, which moves while nodes are added. Errors stick to the
+ * emitter. Input and output are 0 where absent. */
+egi_value_id egi_gradient_input(const egi_gradient *gradient, unsigned index);
+egi_value_id egi_gradient_output(const egi_gradient *gradient, unsigned index);
+bool egi_gradient_wants(const egi_gradient *gradient, unsigned input);
+/* Sets the gradient of an input that is wanted, summed to its shape where it was broadcast. */
+void egi_gradient_set(egi_gradient *gradient, unsigned input, egi_value_id value);
+/* A number of the type of `like`, []. */
+egi_value_id egi_gradient_number(egi_gradient *gradient, double number, egi_value_id like);
+/* a · number, or a itself when the number is 1. */
+egi_value_id egi_gradient_scaled(egi_gradient *gradient, egi_value_id a, double number);
+/* A node with the forward node's attributes. */
+void egi_gradient_emit(egi_gradient *gradient, egi_op op, const egi_value_id *inputs, unsigned n_inputs,
+                       egi_value_id *out_values, unsigned n_outputs);
+/* An optional output of the forward node that the rule needs, added when it was left out. */
+egi_value_id egi_gradient_demand(egi_gradient *gradient, unsigned output);
+/* `a` in the shape of `like`: reshaped, or broadcast. */
+egi_value_id egi_gradient_reshaped(egi_gradient *gradient, egi_value_id a, egi_value_id like);
+egi_value_id egi_gradient_expanded(egi_gradient *gradient, egi_value_id a, egi_value_id like);
+/* `a` with its last two axes swapped: a Transpose, or what `a` is such a Transpose of. */
+egi_value_id egi_gradient_swapped(egi_gradient *gradient, egi_value_id a);
+/* EG_ERROR_UNSUPPORTED naming the node when `is_met` is false. */
+eg_status egi_gradient_require(const egi_gradient *gradient, bool is_met, const char *reason);
+
+/* graft_adapters makes a state in EGI_POOL_PARAMETERS for each trainable parameter and, unless is_frozen, one of the
+ * same name, shape and offset in EGI_POOL_GRADIENTS, which differentiate accumulates into: the gradient of the sum of
+ * token losses. */
+
+/* Names that the adapt stage gives to the values it adds to a graph. */
+#define EGI_INPUT_LABELS "engraft.labels" /* input i64 [batch, sequence], shifted: the target of each row */
+#define EGI_OUTPUT_LOGP "engraft.logp"    /* output f32 [batch, sequence]: log-probability of the target */
+#define EGI_OUTPUT_LOSS "engraft.loss"    /* output f32 []: minus the sum of logp over trained tokens */
+
+#endif

@@ -1,0 +1,19 @@
+/* Runs the conformance case of every operator of ops.def. */
+#include "support_ops.h"
+
+#define CASE(symbol, function)              \
+  static void case_##symbol(void **state) { \
+    function(state, EGI_OP_##symbol);       \
+  }
+#include "cases.def"
+#undef CASE
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+#define EGI_OP(symbol, domain, name, version, in_min, in_max, out_min, out_max, flags, shape, gradient) \
+  cmocka_unit_test(case_##symbol),
+#include "graph/ops.def"
+#undef EGI_OP
+  };
+  return cmocka_run_group_tests_name("conformance", tests, ops_set_up, ops_tear_down);
+}

@@ -1,0 +1,345 @@
+/* Every gradient rule against central differences. A case is a graph in float64; each float input x becomes
+ * Cast(state) + x with a state of zeros, the loss is a weighted sum of all outputs, the graph is differentiated,
+ * planned and run on the CPU: the state's gradient must be (L(x + h) - L(x - h)) / 2h, element by element. A last test
+ * checks that no operator with a gradient rule is without a case. */
+#include "support_passes.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct gradient_case {
+  const char *graph;
+  double low, high;       /* inputs are uniform in between */
+  double step, tolerance; /* 0: 1e-5 and 5e-7, relative to the largest gradient and the loss */
+  const char *fixed;      /* inputs, separated by commas, that get no gradient */
+} gradient_case;
+
+static const gradient_case cases[] = {
+#define UNARY(op) "(double[2,3] x) => (double[2,3] y) { y = " op " (x) }"
+    {UNARY("Abs"), -2, 2, 0, 0, NULL},
+    {UNARY("Cos"), -2, 2, 0, 0, NULL},
+    {UNARY("Erf"), -2, 2, 0, 0, NULL},
+    {UNARY("Exp"), -2, 2, 0, 0, NULL},
+    {UNARY("Gelu"), -2, 2, 0, 0, NULL},
+    {"(double[2,3] x) => (double[2,3] y) { y = Gelu <approximate = \"tanh\"> (x) }", -2, 2, 0, 0, NULL},
+    {UNARY("Log"), 0.5, 2, 0, 0, NULL},
+    {UNARY("Neg"), -2, 2, 0, 0, NULL},
+    {UNARY("Reciprocal"), 0.5, 2, 0, 0, NULL},
+    {UNARY("Relu"), -2, 2, 0, 0, NULL},
+    {UNARY("Sigmoid"), -2, 2, 0, 0, NULL},
+    {UNARY("Sin"), -2, 2, 0, 0, NULL},
+    {UNARY("Sqrt"), 0.5, 2, 0, 0, NULL},
+    {UNARY("Tanh"), -2, 2, 0, 0, NULL},
+    {UNARY("Identity"), -2, 2, 0, 0, NULL},
+    {"(double[2,3] x) => (float[2,3] y) { y = Cast <to = 1> (x) }", -2, 2, 1e-2, 1e-4, NULL},
+#define BINARY(op) "(double[2,1,3] a, double[4,1] b) => (double[2,4,3] y) { y = " op " (a, b) }"
+    {BINARY("Add"), -2, 2, 0, 0, NULL},
+    {BINARY("Sub"), -2, 2, 0, 0, NULL},
+    {BINARY("Mul"), -2, 2, 0, 0, NULL},
+    {BINARY("Div"), 0.5, 2, 0, 0, NULL},
+    {BINARY("Pow"), 0.5, 2, 0, 0, NULL},
+    {BINARY("Max"), -2, 2, 0, 0, NULL},
+    {BINARY("Min"), -2, 2, 0, 0, NULL},
+    {"(double[3] x) => (double[3] y) { a = Mul (x, x)  b = Sub (a, x)  y = Add (b, x) }", -2, 2, 0, 0, NULL},
+    {"(double[3] x) => (double[3] y) <double two = {2}> { y = Pow (x, two) }", -2, 2, 0, 0, NULL},
+    {"(double[3] x) => (double[3] y) <double three = {3}> { y = Pow (x, three) }", -2, 2, 0, 0, NULL},
+    {"(double[3] x) => (double[3] y) <double half = {-1.5}> { y = Pow (x, half) }", 0.5, 2, 0, 0, NULL},
+    {"(double[3] x) => (double[3] y) <int64[3] p = {1,2,4}> { y = Pow (x, p) }", 0.5, 2, 0, 0, NULL},
+    {"(double[2] a, double[2] b, double[1] c) => (double[2] y) { y = Max (a, b, c) }", -2, 2, 0, 0, NULL},
+    {"(double[9] x) => (double[9] y) <double low = {-0.5}, double high = {0.7}> { y = Clip (x, low, high) }", -2, 2, 0,
+     0, NULL},
+    {"(double[9] x) => (double[9] y) <double high = {0.7}> { y = Clip (x, , high) }", -2, 2, 0, 0, NULL},
+    {"(double[2,3] a, double[3] b) => (double[2,3] y) <bool[2,1] c = {1,0}> { y = Where (c, a, b) }", -2, 2, 0, 0,
+     NULL},
+    /* reductions */
+    {"(double[2,3,4] x) => (double[2,4] y) <int64[1] a = {1}> { y = ReduceSum <keepdims = 0> (x, a) }", -2, 2, 0, 0,
+     NULL},
+    {"(double[2,3,4] x) => (double[1,3,1] y) <int64[2] a = {0,-1}> { y = ReduceMean (x, a) }", -2, 2, 0, 0, NULL},
+    {"(double[2,3] x) => (double y) { y = ReduceMean <keepdims = 0> (x) }", -2, 2, 0, 0, NULL},
+    {"(double[2,3] x) => (double[2,3] y) { y = ReduceSum <noop_with_empty_axes = 1> (x) }", -2, 2, 0, 0, NULL},
+    {"(double[2,3,4] x) => (double[2,3] y) <int64[1] a = {-1}> { y = ReduceMax <keepdims = 0> (x, a) }", -2, 2, 0, 0,
+     NULL},
+    {"(double[2,3] x) => (double y) { y = ReduceMax <keepdims = 0> (x) }", -2, 2, 0, 0, NULL},
+    {"(double[2,3] x, double[3] like) => (double[3] y) { y = engraft.SumTo (x, like) }", -2, 2, 0, 0, "like"},
+    /* layout */
+    {"(double[2,3] x, double[2,1] w) => (double[2,4] y) { y = Concat <axis = -1> (x, w) }", -2, 2, 0, 0, NULL},
+    {"(double[3,1] x) => (double[2,3,4] y) <int64[3] s = {2,3,4}> { y = Expand (x, s) }", -2, 2, 0, 0, NULL},
+    {"(double[2,3,4] x) => (double[6,4] y) { y = Flatten <axis = 2> (x) }", -2, 2, 0, 0, NULL},
+    {"(double[2,6] x) => (double[3,4] y) <int64[2] s = {3,-1}> { y = Reshape (x, s) }", -2, 2, 0, 0, NULL},
+    {"(double[4,6] x) => (double[2,2] y) <int64[2] f = {1,-1}, int64[2] t = {4,0}, int64[2] a = {0,1}, int64[2] s = "
+     "{2,-3}>"
+     " { y = Slice (x, f, t, a, s) }",
+     -2, 2, 0, 0, NULL},
+    {"(double[4,6] x) => (double[2,6] y) <int64[1] f = {1}, int64[1] t = {3}> { y = Slice (x, f, t) }", -2, 2, 0, 0,
+     NULL},
+    {"(double[2,6] x) => (double[2,1] a, double[2,3] c) <int64[3] s = {1,2,3}> { a, b, c = Split <axis = 1> (x, s) }",
+     -2, 2, 0, 0, NULL},
+    {"(double[2,1,3] x) => (double[2,3] y) <int64[1] a = {1}> { y = Squeeze (x, a) }", -2, 2, 0, 0, NULL},
+    {"(double[2,3,4] x) => (double[4,2,3] y) { y = Transpose <perm = [2,0,1]> (x) }", -2, 2, 0, 0, NULL},
+    {"(double[2,3] x) => (double[3,2] y) { y = Transpose (x) }", -2, 2, 0, 0, NULL},
+    {"(double[3,4] x) => (double[3,4] y) <int64 k = {1}> { y = Trilu <upper = 0> (x, k) }", -2, 2, 0, 0, NULL},
+    {"(double[2,3] x) => (double[2,1,3,1] y) <int64[2] a = {1,3}> { y = Unsqueeze (x, a) }", -2, 2, 0, 0, NULL},
+    {"(double[2,3] x, double[1] after) => (double[2,3] y) { y = engraft.Barrier (x, after) }", -2, 2, 0, 0, "after"},
+    /* indexing */
+    {"(double[3,4] x) => (double[3,4] y) <int64 a = {1}> { y = CumSum <exclusive = 1> (x, a) }", -2, 2, 0, 0, NULL},
+    {"(double[3,4] x) => (double[3,4] y) <int64 a = {0}> { y = CumSum <reverse = 1> (x, a) }", -2, 2, 0, 0, NULL},
+    {"(double[5,2] x) => (double[2,3,2] y) <int64[2,3] i = {0,4,0,1,-1,0}> { y = Gather (x, i) }", -2, 2, 0, 0, NULL},
+    {"(double[2,4,3] x) => (double[2,2,3] y) <int64[2] i = {3,1}> { y = Gather <axis = 1> (x, i) }", -2, 2, 0, 0, NULL},
+    {"(double[3,3] x) => (double[2,3] y) <int64[2,3] i = {0,2,0,0,1,-1}> { y = GatherElements (x, i) }", -2, 2, 0, 0,
+     NULL},
+    {"(double[3,2,2] x) => (double[3,2] y) <int64[3,2] i = {0,1,2,0,0,1}> { y = GatherND (x, i) }", -2, 2, 0, 0, NULL},
+    {"(double[4,2] x, double[2,2] u) => (double[4,2] y) <int64[2,1] i = {3,1}> { y = ScatterND (x, i, u) }", -2, 2, 0,
+     0, NULL},
+    {"(double[4,2] x, double[3,2] u) => (double[4,2] y) <int64[3,1] i = {3,1,3}>\n"
+     " { y = ScatterND <reduction = \"add\"> (x, i, u) }",
+     -2, 2, 0, 0, NULL},
+    /* matrix products */
+    {"(double[3,4] a, double[4,2] b) => (double[3,2] y) { y = MatMul (a, b) }", -2, 2, 0, 0, NULL},
+    {"(double[2,3,4] a, double[4,2] b) => (double[2,3,2] y) { y = MatMul (a, b) }", -2, 2, 0, 0, NULL},
+    {"(double[2,1,3,4] a, double[5,4,2] b) => (double[2,5,3,2] y) { y = MatMul (a, b) }", -2, 2, 0, 0, NULL},
+    {"(double[3,4] a, double[2,4,2] b) => (double[2,3,2] y) { y = MatMul (a, b) }", -2, 2, 0, 0, NULL},
+    {"(double[4] a, double[2,4,3] b) => (double[2,3] y) { y = MatMul (a, b) }", -2, 2, 0, 0, NULL},
+    {"(double[2,3,4] a, double[4] b) => (double[2,3] y) { y = MatMul (a, b) }", -2, 2, 0, 0, NULL},
+    {"(double[4] a, double[4] b) => (double y) { y = MatMul (a, b) }", -2, 2, 0, 0, NULL},
+    {"(double[2,3,4] a, double[2,4] b) => (double[2,3,2] y) { t = Transpose (b)  y = MatMul (a, t) }", -2, 2, 0, 0,
+     NULL},
+    {"(double[2,3] x, double[3,4] a, double[3,4] b) => (double[2,4] y)\n"
+     "{ p = MatMul (x, a)  q = MatMul (x, b)  y = Mul (p, q) }",
+     -2, 2, 0, 0, NULL},
+#define GEMM(a, b, attributes) \
+  "(double" a " a, double" b " b, double[2] c) => (double[3,2] y) { y = Gemm " attributes " (a, b, c) }"
+    {GEMM("[3,4]", "[4,2]", "<alpha = 0.5, beta = 2.0>"), -2, 2, 0, 0, NULL},
+    {GEMM("[4,3]", "[4,2]", "<transA = 1>"), -2, 2, 0, 0, NULL},
+    {GEMM("[3,4]", "[2,4]", "<transB = 1>"), -2, 2, 0, 0, NULL},
+    {GEMM("[4,3]", "[2,4]", "<transA = 1, transB = 1, alpha = 3.0>"), -2, 2, 0, 0, NULL},
+    {"(double[3,2] c, double[2,3,4] a, double[4,2] b) => (double[2,3,2] y) { y = engraft.AddMatMul <alpha = 0.25> (c, "
+     "a, b) }",
+     -2, 2, 0, 0, NULL},
+    {"(double[2,3,2] c, double[2,3,4] a, double[2,4] b) => (double[2,3,2] y)\n"
+     "{ t = Transpose (b)  y = engraft.AddMatMul <alpha = 2.0> (c, a, t) }",
+     -2, 2, 0, 0, NULL},
+    /* language models */
+    {"(double[2,5] x) => (double[2,5] y) { y = Softmax (x) }", -2, 2, 0, 0, NULL},
+    {"(double[2,5,2] x) => (double[2,5,2] y) { y = Softmax <axis = 1> (x) }", -2, 2, 0, 0, NULL},
+    {"(double[2,5] x) => (double[2,5] y) { y = LogSoftmax (x) }", -2, 2, 0, 0, NULL},
+    {"(double[2,3,6] x, double[6] s, double[6] b) => (double[2,3,6] y)\n"
+     "{ y = LayerNormalization <epsilon = 0.01, stash_type = 11> (x, s, b) }",
+     -2, 2, 0, 0, NULL},
+    {"(double[2,3,6] x, double[6] s) => (double[2,3,6] y) { y = RMSNormalization <epsilon = 0.01, stash_type = 11> (x, "
+     "s) }",
+     -2, 2, 0, 0, NULL},
+    {"(double[2,3,4,8] x, double[2,4,4] c, double[2,4,4] s) => (double[2,3,4,8] y) { y = RotaryEmbedding (x, c, s) }",
+     -2, 2, 0, 0, "c,s"},
+    {"(double[2,4,24] x, double[2,4,2] c, double[2,4,2] s) => (double[2,4,24] y)\n"
+     "{ y = RotaryEmbedding <interleaved = 1, num_heads = 3, rotary_embedding_dim = 4> (x, c, s) }",
+     -2, 2, 0, 0, "c,s"},
+    {"(double[2,4,5,8] q, double[2,2,5,8] k, double[2,2,5,6] v) => (double[2,4,5,6] y)\n"
+     "{ y = Attention <is_causal = 1> (q, k, v) }",
+     -1, 1, 1e-4, 1e-6, NULL},
+    {"(double[2,3,16] q, double[2,5,8] k, double[2,5,8] v, double[2,1,3,5] m) => (double[2,3,16] y)\n"
+     "{ y = Attention <q_num_heads = 4, kv_num_heads = 2, scale = 0.3, softcap = 2.0> (q, k, v, m) }",
+     -1, 1, 1e-4, 1e-6, "m"},
+    {"(double[2,3,5] x) => (float[2,3] y) <int64[2,3] t = {0,4,-100,2,2,1}> { y, lse = engraft.LogProbability (x, t) }",
+     -2, 2, 1e-2, 1e-4, NULL},
+    {"(double[2,3,4] x, double[4,5] w, double[5] b) => (float[2,3] y) <int64[2,3] t = {0,4,-100,2,2,1}>\n"
+     "{ y, lse = engraft.LinearLogProbability (x, w, t, b) }",
+     -1, 1, 1e-2, 1e-4, NULL},
+    {"(double[2,3,4] x, double[5,4] w) => (float[2,3] y) <int64[2,3] t = {0,4,-100,2,2,1}>\n"
+     "{ u = Transpose (w)  y, lse = engraft.LinearLogProbability (x, u, t) }",
+     -1, 1, 1e-2, 1e-4, NULL},
+};
+
+typedef struct runner {
+  pass_fixture *fixture;
+  egi_store *store;
+  egi_plan *plan;
+  egi_scratch *scratch;
+  egi_session *session;
+  double *inputs[8];
+  int64_t counts[8];
+  uint32_t n_inputs;
+  const float *gradients; /* of the run before, by state */
+} runner;
+
+static bool is_fixed(const char *fixed, const char *name) {
+  size_t length = strlen(name);
+  for (const char *at = fixed; at && *at; at += strcspn(at, ",") + (at[strcspn(at, ",")] != '\0')) {
+    if (strcspn(at, ",") == length && strncmp(at, name, length) == 0) return true;
+  }
+  return false;
+}
+
+static void number_dims(const egi_graph *graph, egi_value_id id, egi_state *state) {
+  state->rank = graph->values[id].rank;
+  for (int i = 0; i < state->rank; i++)
+    assert_true(egi_dim_value(graph->module->dims, graph->values[id].dims[i], &state->dims[i]));
+}
+
+/* Every user of a float input takes Cast(state) + input instead; states stand in the order of the inputs. */
+static void make_trainable(pass_fixture *fixture, const gradient_case *c) {
+  egi_graph *graph = fixture->graph;
+  egi_emitter emit = {.graph = graph};
+  for (uint32_t i = 0; i < graph->n_inputs; i++) {
+    egi_value_id input = graph->inputs[i], value = 0;
+    egi_state state = {.name = graph->values[input].name, .pool = EGI_POOL_PARAMETERS, .dtype = EG_DTYPE_F32};
+    uint32_t index = 0, ignored = 0;
+    if (is_fixed(c->fixed, state.name)) continue;
+    number_dims(graph, input, &state);
+    assert_int_equal(egi_module_add_state(graph->module, &state, &index), EG_OK);
+    state.pool = EGI_POOL_GRADIENTS;
+    assert_int_equal(egi_module_add_state(graph->module, &state, &ignored), EG_OK);
+    assert_int_equal(egi_graph_add_state(graph, index, &value), EG_OK);
+    egi_node_id n_nodes = graph->n_nodes;
+    egi_value_id sum = egi_emit_binary(&emit, EGI_OP_Add, egi_emit_cast(&emit, value, EG_DTYPE_F64), input);
+    assert_int_equal(emit.status, EG_OK);
+    for (egi_node_id id = 1; id < n_nodes; id++) {
+      egi_node *node = &graph->nodes[id];
+      for (unsigned k = 0; k < node->n_inputs; k++) node->inputs[k] = node->inputs[k] == input ? sum : node->inputs[k];
+    }
+  }
+  assert_int_equal(egi_graph_tidy(graph), EG_OK);
+}
+
+/* Loss: each output element times a number of its own, summed up. */
+static void add_loss(pass_fixture *fixture) {
+  egi_graph *graph = fixture->graph;
+  egi_emitter emit = {.graph = graph};
+  egi_value_id loss = 0;
+  const egi_attribute keep_no_dims = egi_attribute_int("keepdims", 0);
+  for (uint32_t i = 0; i < graph->n_outputs; i++) {
+    egi_state shape = {0};
+    egi_value_id factors = 0, output = graph->outputs[i];
+    number_dims(graph, output, &shape);
+    egi_tensor tensor = {.dtype = EG_DTYPE_F64, .rank = shape.rank};
+    memcpy(tensor.dims, shape.dims, sizeof(tensor.dims));
+    int64_t count = egi_tensor_count(&tensor);
+    double *numbers = EGI_NEW(&graph->module->arena, double, (size_t)count);
+    assert_non_null(numbers);
+    for (int64_t k = 0; k < count; k++) numbers[k] = egi_random_uniform(7, i, (uint64_t)k) + 0.25;
+    tensor.data = numbers;
+    assert_int_equal(egi_add_constant(graph, "factors", &tensor, &factors), EG_OK);
+    output = egi_emit_cast(&emit, output, EG_DTYPE_F64);
+    egi_value_id product = egi_emit_binary(&emit, EGI_OP_Mul, output, factors);
+    egi_value_id sum = egi_emit(&emit, EGI_OP_ReduceSum, &product, 1, &keep_no_dims, 1);
+    loss = loss == 0 ? sum : egi_emit_binary(&emit, EGI_OP_Add, loss, sum);
+  }
+  assert_int_equal(emit.status, EG_OK);
+  assert_int_equal(egi_graph_rename_value(graph, loss, EGI_OUTPUT_LOSS), EG_OK);
+  graph->n_outputs = 0;
+  assert_int_equal(egi_graph_add_output(graph, loss), EG_OK);
+}
+
+#define CHECK(expression)                                                                   \
+  do {                                                                                      \
+    if ((expression) != EG_OK) fail_msg("%s\n%s", name, eg_context_error(r->fixture->ctx)); \
+  } while (0)
+
+static void open_runner(runner *r, const gradient_case *c, const char *name) {
+  egi_graph *graph = r->fixture->graph;
+  const egi_plan_options options = {0};
+  CHECK(egi_store_create(r->fixture->ctx, graph->module, egi_backend_cpu(), &r->store));
+  CHECK(egi_store_make_pools(r->store));
+  CHECK(egi_plan_create(r->fixture->ctx, graph, egi_backend_cpu(), &options, &r->plan));
+  CHECK(egi_scratch_create(r->fixture->ctx, r->store, &r->scratch));
+  CHECK(egi_session_create(r->store, r->plan, r->scratch, &r->session));
+  r->n_inputs = graph->n_inputs;
+  for (uint32_t i = 0; i < graph->n_inputs; i++) {
+    egi_state shape = {0};
+    number_dims(graph, graph->inputs[i], &shape);
+    egi_tensor tensor = {.rank = shape.rank};
+    memcpy(tensor.dims, shape.dims, sizeof(tensor.dims));
+    r->counts[i] = egi_tensor_count(&tensor);
+    r->inputs[i] = calloc((size_t)r->counts[i], sizeof(double));
+    assert_non_null(r->inputs[i]);
+    for (int64_t k = 0; k < r->counts[i]; k++)
+      r->inputs[i][k] = c->low + (c->high - c->low) * egi_random_uniform(3, i, (uint64_t)k);
+  }
+}
+
+static void close_runner(runner *r) {
+  egi_session_destroy(r->session);
+  egi_scratch_destroy(r->scratch);
+  egi_plan_destroy(r->plan);
+  egi_store_destroy(r->store);
+  for (uint32_t i = 0; i < r->n_inputs; i++) free(r->inputs[i]);
+}
+
+static double run_loss(runner *r, const char *name) {
+  double loss = 0.0;
+  for (uint32_t i = 0; i < r->n_inputs; i++)
+    CHECK(egi_session_set_input(r->session, i, r->inputs[i], (size_t)r->counts[i] * sizeof(double)));
+  CHECK(egi_session_run(r->session));
+  CHECK(egi_session_read_output(r->session, 0, &loss, sizeof(loss)));
+  return loss;
+}
+
+/* Elements of all gradients, in the order of the states. */
+static void compare(runner *r, const gradient_case *c) {
+  const egi_module *module = r->fixture->module;
+  double h = c->step > 0 ? c->step : 1e-5, limit = c->tolerance > 0 ? c->tolerance : 5e-7;
+  double loss = run_loss(r, c->graph);
+  assert_true(isfinite(loss));
+  uint64_t n_pool = module->pool_elements[EGI_POOL_GRADIENTS];
+  float *gradients = calloc((size_t)n_pool, sizeof(float));
+  assert_non_null(gradients);
+  memcpy(gradients, egi_store_pool(r->store, EGI_POOL_GRADIENTS), (size_t)n_pool * sizeof(float));
+  double largest = 1e-3 * (1.0 + fabs(loss));
+  for (uint64_t i = 0; i < n_pool; i++) largest = fmax(largest, fabs((double)gradients[i]));
+  for (uint32_t s = 1; s < module->n_states; s++) {
+    const egi_state *state = &module->states[s];
+    if (state->pool != EGI_POOL_GRADIENTS) continue;
+    const egi_value *input = &r->fixture->graph->values[egi_graph_find_value(r->fixture->graph, state->name)];
+    assert_int_equal(input->kind, EGI_VALUE_INPUT);
+    double *values = r->inputs[input->index];
+    for (int64_t k = 0; k < r->counts[input->index]; k++) {
+      double x = values[k];
+      values[k] = x + h;
+      double above = run_loss(r, c->graph);
+      values[k] = x - h;
+      double below = run_loss(r, c->graph);
+      values[k] = x;
+      double expected = (above - below) / (2.0 * h), got = (double)gradients[state->offset + (uint64_t)k];
+      if (!(fabs(got - expected) <= limit * largest))
+        fail_msg("%s\ninput %s, element %d: the rule says %.9g, differences say %.9g", c->graph, state->name, (int)k,
+                 got, expected);
+    }
+  }
+  free(gradients);
+}
+
+static void check_case(pass_fixture *fixture, const gradient_case *c) {
+  runner state = {.fixture = fixture}, *r = &state;
+  pass_graph(fixture, c->graph);
+  make_trainable(fixture, c);
+  add_loss(fixture);
+  if (pass_try(fixture, "differentiate,eliminate_common,eliminate_dead", NULL) != EG_OK)
+    fail_msg("%s\n%s", c->graph, eg_context_error(fixture->ctx));
+  open_runner(r, c, c->graph);
+  compare(r, c);
+  close_runner(r);
+}
+
+static void rules_agree_with_differences(void **state) {
+  for (size_t i = 0; i < EGI_COUNT(cases); i++) check_case(*state, &cases[i]);
+}
+
+static void every_rule_has_a_case(void **state) {
+  pass_fixture *fixture = *state;
+  bool is_covered[EGI_OP_COUNT] = {false};
+  for (size_t i = 0; i < EGI_COUNT(cases); i++) {
+    pass_graph(fixture, cases[i].graph);
+    for (egi_node_id id = 1; id < fixture->graph->n_nodes; id++) is_covered[fixture->graph->nodes[id].op] = true;
+  }
+  for (int op = EGI_OP_UNKNOWN + 1; op < EGI_OP_COUNT; op++) {
+    if (egi_gradient_rule_of((egi_op)op) && !is_covered[op]) fail_msg("no case for %s", egi_op_get((egi_op)op)->name);
+  }
+}
+
+#define TEST(name) cmocka_unit_test_setup_teardown(name, pass_set_up, pass_tear_down)
+
+int main(void) {
+  const struct CMUnitTest tests[] = {TEST(every_rule_has_a_case), TEST(rules_agree_with_differences)};
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
