@@ -6,7 +6,7 @@
 #include "backend/cpu/cpu.h"
 
 #define EGI_TILE_QUERIES ((int64_t)64)
-#define EGI_TILE_KEYS ((int64_t)256)
+#define EGI_TILE_KEYS ((int64_t)384)
 
 /* Strides, in elements, of an operand seen as [batch, heads, rows, columns]. */
 typedef struct egi_heads {

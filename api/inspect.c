@@ -1,0 +1,120 @@
+/* The JSON of eg_model_inspect(): what a host or a person wants to know of a model before training it. */
+#include "api/api.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+#include "proto/proto.h"
+
+static void add_values(egi_text *text, const char *key, const egi_graph *graph, const egi_value_id *values,
+                       uint32_t n) {
+  egi_text_format(text, "\"%s\":[", key);
+  for (uint32_t i = 0; i < n; i++) {
+    const egi_value *value = &graph->values[values[i]];
+    egi_text_add(text, i > 0 ? ",\n  {\"name\":" : "\n  {\"name\":");
+    egi_text_json(text, value->name);
+    egi_text_format(text, ",\"dtype\":\"%s\",\"shape\":[", egi_dtype_name(value->dtype));
+    for (int axis = 0; axis < value->rank; axis++) {
+      int64_t size;
+      if (axis > 0) egi_text_add(text, ",");
+      if (egi_dim_value(graph->module->dims, value->dims[axis], &size)) {
+        egi_text_format(text, "%" PRId64, size);
+        continue;
+      }
+      egi_text name;
+      egi_text_init(&name, text->ctx);
+      if (value->dims[axis] != EGI_DIM_NONE) egi_dim_print(graph->module->dims, value->dims[axis], &name);
+      egi_text_json(text, name.length > 0 ? egi_text_string(&name) : "?");
+      egi_text_free(&name);
+    }
+    egi_text_add(text, "]}");
+  }
+  egi_text_add(text, "]");
+}
+
+static void add_opsets(egi_text *text, const egi_module *module) {
+  egi_text_add(text, "\"opset\":{");
+  if (module->file != NULL) {
+    const Onnx__ModelProto *file = egi_onnx_model(module->file);
+    for (size_t i = 0; i < file->n_opset_import; i++) {
+      const Onnx__OperatorSetIdProto *opset = file->opset_import[i];
+      egi_text_add(text, i > 0 ? "," : "");
+      egi_text_json(text, opset->domain != NULL ? opset->domain : "");
+      egi_text_format(text, ":%" PRId64, opset->version);
+    }
+  }
+  egi_text_add(text, "}");
+}
+
+static void add_operators(egi_text *text, const egi_graph *graph) {
+  bool is_first = true;
+  egi_text_add(text, "\"ops\":{");
+  for (int op = EGI_OP_UNKNOWN + 1; op < EGI_OP_COUNT; op++) {
+    unsigned count = 0;
+    for (egi_node_id n = 1; n < graph->n_nodes; n++) count += graph->nodes[n].op == (egi_op)op;
+    if (count == 0) continue;
+    const egi_op_info *info = egi_op_get((egi_op)op);
+    egi_text_format(text, "%s\"%s%s%s\":%u", is_first ? "" : ",", info->domain, info->domain[0] != '\0' ? "." : "",
+                    info->name, count);
+    is_first = false;
+  }
+  egi_text_add(text, "}");
+}
+
+/* Weights of floating-point types that the graph uses, in elements and bytes. */
+static void add_parameters(egi_text *text, const egi_graph *graph) {
+  uint64_t n_tensors = 0, n_elements = 0, n_bytes = 0;
+  for (egi_value_id v = 1; v < graph->n_values; v++) {
+    if (graph->values[v].kind != EGI_VALUE_WEIGHT) continue;
+    const egi_weight *weight = &graph->module->weights[graph->values[v].index];
+    uint64_t count = 1, bytes = 0;
+    for (int i = 0; i < weight->rank; i++) count *= (uint64_t)weight->dims[i];
+    if (!egi_dtype_is_float(weight->dtype) || !egi_dtype_bytes(weight->dtype, count, &bytes)) continue;
+    n_tensors++;
+    n_elements += count;
+    n_bytes += bytes;
+  }
+  egi_text_format(text, "\"parameters\":{\"tensors\":%" PRIu64 ",\"elements\":%" PRIu64 ",\"bytes\":%" PRIu64 "}",
+                  n_tensors, n_elements, n_bytes);
+}
+
+/* Module paths of the linear layers that "all-linear" selects, from a recognised clone. */
+static eg_status add_targets(egi_text *text, const eg_model *model) {
+  egi_machine machine;
+  egi_arena arena;
+  egi_linear *linears;
+  size_t n = 0;
+  bool is_first = true;
+  egi_arena_init(&arena, model->ctx, EGI_PURPOSE_DATA);
+  eg_status status = egi_machine_prepare(&machine, model, "cpu", EG_DTYPE_F32);
+  if (status == EG_OK) status = egi_find_linears(machine.graph, &arena, &linears, &n);
+  egi_text_add(text, "\"targets\":[");
+  for (size_t i = 0; i < n && status == EG_OK; i++) {
+    if (linears[i].path == NULL || linears[i].is_head) continue;
+    egi_text_add(text, is_first ? "\n  " : ",\n  ");
+    egi_text_json(text, linears[i].path);
+    is_first = false;
+  }
+  egi_text_add(text, "]");
+  egi_machine_close(&machine);
+  egi_arena_clear(&arena);
+  return status;
+}
+
+eg_status egi_model_describe(const eg_model *model, egi_text *text) {
+  const egi_graph *graph = model->module->graphs[0];
+  egi_text_add(text, "{\n");
+  add_values(text, "inputs", graph, graph->inputs, graph->n_inputs);
+  egi_text_add(text, ",\n");
+  add_values(text, "outputs", graph, graph->outputs, graph->n_outputs);
+  egi_text_add(text, ",\n");
+  add_opsets(text, model->module);
+  egi_text_add(text, ",\n");
+  add_operators(text, graph);
+  egi_text_add(text, ",\n");
+  add_parameters(text, graph);
+  egi_text_add(text, ",\n");
+  EG_TRY(add_targets(text, model));
+  egi_text_add(text, "\n}\n");
+  return EG_OK;
+}

@@ -1,0 +1,199 @@
+/* eg_model_*: loading a file into a checked graph, rewriting, saving and printing it. */
+#include "api/api.h"
+
+#include <string.h>
+
+#include "proto/proto.h"
+
+/* ---- loading ---- */
+
+static void set_limits(const eg_model_options *options, egi_onnx_limits *limits) {
+  egi_onnx_limits_default(limits);
+  limits->external_root = options->external_root;
+  if (options->max_nodes > 0) limits->max_nodes = options->max_nodes;
+  if (options->max_bytes > 0) limits->max_bytes = options->max_bytes;
+  if (options->max_depth > 0) limits->max_depth = options->max_depth;
+}
+
+/* From the imported module to one graph of known operators with known shapes. */
+static eg_status settle(eg_context *ctx, egi_module *module) {
+  static const char *const names[] = {"inline_functions"};
+  static const egi_pipeline_options options;
+  if (module->n_graphs == 0) return egi_fail(ctx, EG_ERROR_FORMAT, "the file has no graph");
+  module->evaluator = egi_evaluator_cpu();
+  EG_TRY(egi_passes_run(module->graphs[0], names, EGI_COUNT(names), &options, NULL));
+  EG_TRY(egi_graph_check_operators(module->graphs[0]));
+  return egi_infer_graph(module->graphs[0]);
+}
+
+static eg_status make_model(eg_context *ctx, egi_onnx *file, eg_model **out_model) {
+  egi_module *module;
+  EG_TRY(egi_module_import(ctx, file, &module));
+  eg_status status = settle(ctx, module);
+  eg_model *model = status == EG_OK ? egi_allocate(ctx, EGI_PURPOSE_GRAPH, sizeof *model) : NULL;
+  if (model == NULL) {
+    egi_module_destroy(module);
+    return status != EG_OK ? status : EG_ERROR_MEMORY;
+  }
+  *model = (eg_model){.ctx = ctx, .references = 1, .module = module};
+  egi_context_retain(ctx);
+  *out_model = model;
+  return EG_OK;
+}
+
+eg_status eg_model_load(eg_context *context, const char *path, const eg_model_options *options, eg_model **out_model) {
+  eg_model_options known = EG_MODEL_OPTIONS_INIT;
+  egi_onnx_limits limits;
+  egi_onnx *file;
+  if (context == NULL) return EG_ERROR_ARGUMENT;
+  if (path == NULL || out_model == NULL) return egi_fail(context, EG_ERROR_ARGUMENT, "eg_model_load: NULL argument");
+  EG_TRY(egi_read_options(context, options, &known, sizeof known));
+  set_limits(&known, &limits);
+  EG_TRY(egi_onnx_open(context, path, &limits, &file));
+  return make_model(context, file, out_model);
+}
+
+eg_status eg_model_load_memory(eg_context *context, const void *bytes, size_t size_bytes, const char *directory,
+                               const eg_model_options *options, eg_model **out_model) {
+  eg_model_options known = EG_MODEL_OPTIONS_INIT;
+  egi_onnx_limits limits;
+  egi_onnx *file;
+  if (context == NULL) return EG_ERROR_ARGUMENT;
+  if (bytes == NULL || out_model == NULL)
+    return egi_fail(context, EG_ERROR_ARGUMENT, "eg_model_load_memory: NULL argument");
+  EG_TRY(egi_read_options(context, options, &known, sizeof known));
+  set_limits(&known, &limits);
+  EG_TRY(egi_onnx_open_memory(context, bytes, size_bytes, directory, &limits, &file));
+  return make_model(context, file, out_model);
+}
+
+void eg_model_destroy(eg_model *model) {
+  egi_model_release(model);
+}
+
+/* ---- rewriting ---- */
+
+typedef struct rewrite {
+  egi_arena arena;
+  const char **names;
+  egi_pass_report *reports;
+  size_t count;
+} rewrite;
+
+/* The names of a list separated by commas; NULL: all passes of the canonicalise and recognise stages. */
+static eg_status split_passes(rewrite *r, const char *passes) {
+  size_t capacity = egi_pass_count() + 1;
+  for (const char *c = passes; c != NULL && *c != '\0'; c++) capacity += *c == ',';
+  r->names = EGI_NEW(&r->arena, const char *, capacity);
+  r->reports = EGI_NEW(&r->arena, egi_pass_report, capacity);
+  if (r->names == NULL || r->reports == NULL) return EG_ERROR_MEMORY;
+  for (size_t i = 0; i < egi_pass_count() && passes == NULL; i++) {
+    egi_stage stage = egi_pass_at(i)->stage;
+    if (stage == EGI_STAGE_CANONICALISE || stage == EGI_STAGE_RECOGNISE) r->names[r->count++] = egi_pass_at(i)->name;
+  }
+  while (passes != NULL && *passes != '\0') {
+    size_t length = strcspn(passes, ",");
+    char *name = egi_arena_copy_text(&r->arena, passes, length);
+    if (name == NULL) return EG_ERROR_MEMORY;
+    if (length > 0) r->names[r->count++] = name;
+    passes += length + (passes[length] == ',' ? 1 : 0);
+  }
+  return EG_OK;
+}
+
+static eg_status make_report(const rewrite *r, eg_context *ctx, char **out_report) {
+  egi_text text;
+  egi_text_init(&text, ctx);
+  egi_text_add(&text, "{\"passes\":[");
+  for (size_t i = 0; i < r->count; i++) {
+    const egi_pass_report *report = &r->reports[i];
+    egi_text_format(&text, "%s{\"pass\":\"%s\",\"tried\":%u,\"matched\":%u,\"seconds\":%.6f,\"nearest_miss\":",
+                    i > 0 ? "," : "", report->pass, report->n_tried, report->n_matched, report->seconds);
+    if (report->nearest_miss != NULL)
+      egi_text_json(&text, report->nearest_miss);
+    else
+      egi_text_add(&text, "null");
+    egi_text_add(&text, "}");
+  }
+  egi_text_add(&text, "]}\n");
+  eg_status status = egi_text_status(&text);
+  char *report = status == EG_OK ? egi_allocate(ctx, EGI_PURPOSE_GRAPH, text.length + 1) : NULL;
+  if (report != NULL) memcpy(report, egi_text_string(&text), text.length + 1);
+  egi_text_free(&text);
+  *out_report = report;
+  return report != NULL ? EG_OK : EG_ERROR_MEMORY;
+}
+
+/* The passes work on a clone, so that the model is unchanged after an error. */
+static eg_status rewrite_clone(eg_model *model, rewrite *r, const char *passes, bool verify, egi_module *clone) {
+  egi_pipeline_options options = {.verify = verify};
+  char *report;
+  EG_TRY(split_passes(r, passes));
+  EG_TRY(egi_passes_run(clone->graphs[0], r->names, r->count, &options, r->reports));
+  EG_TRY(make_report(r, model->ctx, &report));
+  if (model->report != NULL) egi_release(model->ctx, EGI_PURPOSE_GRAPH, model->report, strlen(model->report) + 1);
+  model->report = report;
+  return EG_OK;
+}
+
+eg_status eg_model_rewrite(eg_model *model, const char *passes, int verify) {
+  egi_module *clone;
+  rewrite r = {.count = 0};
+  if (model == NULL) return EG_ERROR_ARGUMENT;
+  EG_TRY(egi_module_clone(model->module, &clone));
+  egi_arena_init(&r.arena, model->ctx, EGI_PURPOSE_GRAPH);
+  eg_status status = rewrite_clone(model, &r, passes, verify != 0, clone);
+  egi_arena_clear(&r.arena);
+  egi_module *unused = clone;
+  if (status == EG_OK) {
+    unused = model->module;
+    model->module = clone;
+  }
+  egi_module_destroy(unused);
+  return status;
+}
+
+eg_status eg_model_report(const eg_model *model, eg_write_function write, void *userdata) {
+  egi_text text;
+  if (model == NULL) return EG_ERROR_ARGUMENT;
+  if (write == NULL) return egi_fail(model->ctx, EG_ERROR_ARGUMENT, "eg_model_report: NULL argument");
+  if (model->report == NULL)
+    return egi_fail(model->ctx, EG_ERROR_ARGUMENT, "the model has not been rewritten: there is no report");
+  egi_text_init(&text, model->ctx);
+  egi_text_add(&text, model->report);
+  return egi_write_text(&text, write, userdata);
+}
+
+/* ---- writing ---- */
+
+eg_status eg_model_save(const eg_model *model, const char *path) {
+  if (model == NULL) return EG_ERROR_ARGUMENT;
+  if (path == NULL) return egi_fail(model->ctx, EG_ERROR_ARGUMENT, "eg_model_save: NULL argument");
+  return egi_module_export(model->module, model->module->graphs[0], path);
+}
+
+eg_status eg_model_print(const eg_model *model, eg_write_function write, void *userdata) {
+  egi_text text;
+  if (model == NULL) return EG_ERROR_ARGUMENT;
+  if (write == NULL) return egi_fail(model->ctx, EG_ERROR_ARGUMENT, "eg_model_print: NULL argument");
+  egi_text_init(&text, model->ctx);
+  eg_status status = egi_module_print(model->module, model->module->graphs[0], 64, &text);
+  if (status != EG_OK) {
+    egi_text_free(&text);
+    return status;
+  }
+  return egi_write_text(&text, write, userdata);
+}
+
+eg_status eg_model_inspect(const eg_model *model, eg_write_function write, void *userdata) {
+  egi_text text;
+  if (model == NULL) return EG_ERROR_ARGUMENT;
+  if (write == NULL) return egi_fail(model->ctx, EG_ERROR_ARGUMENT, "eg_model_inspect: NULL argument");
+  egi_text_init(&text, model->ctx);
+  eg_status status = egi_model_describe(model, &text);
+  if (status != EG_OK) {
+    egi_text_free(&text);
+    return status;
+  }
+  return egi_write_text(&text, write, userdata);
+}

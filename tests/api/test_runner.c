@@ -1,0 +1,168 @@
+/* Runners: given and made inputs, generation, and what is refused. */
+#include "support_api.h"
+
+#include <math.h>
+#include <string.h>
+
+static eg_runner *make_runner(api_fixture *fixture, eg_model *model) {
+  eg_runner *runner;
+  api_must(fixture->ctx, eg_runner_create(model, NULL, &runner));
+  return runner;
+}
+
+static void test_made_inputs(void **state) {
+  api_fixture *fixture = *state;
+  static const int64_t ids[] = {1, 2, 3, 4, 5, 6}, mask[] = {1, 1, 1, 1, 1, 1}, positions[] = {0, 1, 2, 0, 1, 2};
+  static const int32_t narrow[] = {1, 2, 3, 4, 5, 6};
+  const eg_tensor all[] = {{"input_ids", EG_DTYPE_I64, 2, {2, 3}, ids},
+                           {"attention_mask", EG_DTYPE_I64, 2, {2, 3}, mask},
+                           {"position_ids", EG_DTYPE_I64, 2, {2, 3}, positions}};
+  const eg_tensor some[] = {{"unknown", EG_DTYPE_F32, 1, {0}, NULL}, {"input_ids", EG_DTYPE_I32, 2, {2, 3}, narrow}};
+  const eg_tensor *outputs;
+  size_t n;
+  float logits[2 * 3 * API_VOCABULARY];
+  eg_model *model = api_model(fixture, fixture->ctx);
+  eg_runner *runner = make_runner(fixture, model);
+  api_must(fixture->ctx, eg_runner_run(runner, all, 3, &outputs, &n));
+  assert_int_equal(n, 1);
+  assert_string_equal(outputs[0].name, "logits");
+  assert_int_equal(outputs[0].rank, 3);
+  assert_int_equal(outputs[0].dims[2], API_VOCABULARY);
+  memcpy(logits, outputs[0].data, sizeof logits);
+  for (size_t i = 0; i < EGI_COUNT(logits); i++) assert_true(isfinite(logits[i]));
+  api_must(fixture->ctx, eg_runner_run(runner, some, 2, &outputs, &n));
+  assert_memory_equal(outputs[0].data, logits, sizeof logits);
+  assert_non_null(strstr(fixture->warning, "unknown"));
+  eg_runner_destroy(runner);
+  eg_model_destroy(model);
+}
+
+static void test_refused(void **state) {
+  api_fixture *fixture = *state;
+  static const int64_t ids[] = {1, 2, 3, 4}, far[] = {1, 2, 3, 99}, restart[] = {0, 1, 0, 1};
+  static const float real[] = {1, 2, 3, 4};
+  const struct {
+    eg_tensor inputs[2];
+    size_t n;
+    eg_status status;
+    const char *part;
+  } cases[] = {
+      {{{"position_ids", EG_DTYPE_I64, 2, {1, 4}, ids}}, 1, EG_ERROR_ARGUMENT, "\"input_ids\" is missing"},
+      {{{"input_ids", EG_DTYPE_F32, 2, {1, 4}, real}}, 1, EG_ERROR_ARGUMENT, "\"input_ids\" has type float"},
+      {{{"input_ids", EG_DTYPE_I64, 1, {4}, ids}}, 1, EG_ERROR_ARGUMENT, "1 dimensions"},
+      {{{"input_ids", EG_DTYPE_I64, 2, {1, -4}, ids}}, 1, EG_ERROR_ARGUMENT, "input_ids"},
+      {{{"input_ids", EG_DTYPE_I64, 2, {0, 4}, ids}}, 1, EG_ERROR_ARGUMENT, "no tokens"},
+      {{{"input_ids", EG_DTYPE_I64, 2, {1, 4}, NULL}}, 1, EG_ERROR_ARGUMENT, "no data"},
+      {{{"input_ids", EG_DTYPE_I64, 2, {1, 4}, far}}, 1, EG_ERROR_DATA, "Gather"},
+      {{{"input_ids", EG_DTYPE_I64, 2, {1, 4}, ids}, {"attention_mask", EG_DTYPE_I64, 2, {2, 2}, ids}},
+       2,
+       EG_ERROR_SHAPE,
+       "attention_mask"},
+      {{{"input_ids", EG_DTYPE_I64, 2, {1, 4}, ids}, {"position_ids", EG_DTYPE_I64, 2, {1, 4}, restart}},
+       2,
+       EG_ERROR_UNSUPPORTED,
+       "packed"},
+  };
+  eg_model *model = api_model(fixture, fixture->ctx);
+  eg_runner *runner = make_runner(fixture, model);
+  const eg_tensor *outputs;
+  size_t n;
+  for (size_t i = 0; i < EGI_COUNT(cases); i++) {
+    assert_int_equal(eg_runner_run(runner, cases[i].inputs, cases[i].n, &outputs, &n), cases[i].status);
+    api_expect_error(fixture->ctx, cases[i].part);
+  }
+  assert_int_equal(eg_runner_run(runner, NULL, 1, &outputs, &n), EG_ERROR_ARGUMENT);
+  const eg_tensor good = {"input_ids", EG_DTYPE_I64, 2, {1, 4}, ids};
+  api_must(fixture->ctx, eg_runner_run(runner, &good, 1, &outputs, &n)); /* still usable */
+  eg_runner_destroy(runner);
+  eg_model_destroy(model);
+}
+
+typedef struct tokens {
+  int32_t list[256];
+  size_t n, limit;
+} tokens;
+
+static int keep(void *userdata, int32_t token) {
+  tokens *t = userdata;
+  t->list[t->n++] = token;
+  return t->limit > 0 && t->n == t->limit;
+}
+
+/* The most likely next token by a plain run. */
+static int32_t best_next(api_fixture *fixture, eg_runner *runner, const int32_t *ids, int64_t n) {
+  const eg_tensor input = {"input_ids", EG_DTYPE_I32, 2, {1, n}, ids};
+  const eg_tensor *outputs;
+  size_t n_outputs;
+  int32_t best = 0;
+  api_must(fixture->ctx, eg_runner_run(runner, &input, 1, &outputs, &n_outputs));
+  const float *row = (const float *)outputs[0].data + (n - 1) * API_VOCABULARY;
+  for (int32_t v = 1; v < API_VOCABULARY; v++)
+    if (row[v] > row[best]) best = v;
+  return best;
+}
+
+static void test_generate(void **state) {
+  api_fixture *fixture = *state;
+  eg_model *model = api_model(fixture, fixture->ctx);
+  eg_runner *runner = make_runner(fixture, model);
+  eg_generate_options options = EG_GENERATE_OPTIONS_INIT;
+  int32_t ids[80] = {3, 1, 4};
+  tokens got = {.n = 0};
+  options.max_tokens = 70; /* over the first planned length */
+  api_must(fixture->ctx, eg_runner_generate(runner, ids, 3, &options, keep, &got));
+  assert_int_equal(got.n, 70);
+  for (size_t i = 0; i < got.n; i++) {
+    if (i < 5 || i > 58) assert_int_equal(best_next(fixture, runner, ids, (int64_t)(3 + i)), got.list[i]);
+    ids[3 + i] = got.list[i];
+  }
+  const int32_t stop = got.list[4];
+  size_t first = 0;
+  while (got.list[first] != stop) first++;
+  tokens stopped = {.n = 0};
+  options.stop_ids = &stop;
+  options.n_stop_ids = 1;
+  api_must(fixture->ctx, eg_runner_generate(runner, ids, 3, &options, keep, &stopped));
+  assert_int_equal(stopped.n, first);
+  tokens limited = {.limit = 2};
+  options.n_stop_ids = 0;
+  api_must(fixture->ctx, eg_runner_generate(runner, ids, 3, &options, keep, &limited));
+  assert_int_equal(limited.n, 2);
+  eg_runner_destroy(runner);
+  eg_model_destroy(model);
+}
+
+static void test_generate_refused(void **state) {
+  api_fixture *fixture = *state;
+  eg_model *model = api_model(fixture, fixture->ctx);
+  eg_runner *runner = make_runner(fixture, model);
+  eg_generate_options options = EG_GENERATE_OPTIONS_INIT;
+  static const int32_t good[] = {1}, far[] = {1, API_VOCABULARY}, negative[] = {-1};
+  tokens got = {.n = 0};
+  assert_int_equal(eg_runner_generate(runner, good, 0, &options, keep, &got), EG_ERROR_ARGUMENT);
+  assert_int_equal(eg_runner_generate(runner, NULL, 1, &options, keep, &got), EG_ERROR_ARGUMENT);
+  assert_int_equal(eg_runner_generate(runner, good, 1, &options, NULL, &got), EG_ERROR_ARGUMENT);
+  assert_int_equal(eg_runner_generate(runner, far, 2, &options, keep, &got), EG_ERROR_DATA);
+  api_expect_error(fixture->ctx, "position 2");
+  assert_int_equal(eg_runner_generate(runner, negative, 1, &options, keep, &got), EG_ERROR_DATA);
+  options.temperature = -1.0;
+  assert_int_equal(eg_runner_generate(runner, good, 1, &options, keep, &got), EG_ERROR_ARGUMENT);
+  api_expect_error(fixture->ctx, "temperature");
+  options.temperature = 1.0;
+  options.top_p = 0.0;
+  assert_int_equal(eg_runner_generate(runner, good, 1, &options, keep, &got), EG_ERROR_ARGUMENT);
+  api_expect_error(fixture->ctx, "top_p");
+  assert_int_equal(got.n, 0);
+  eg_runner_destroy(runner);
+  eg_model_destroy(model);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test_setup_teardown(test_made_inputs, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_refused, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_generate, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_generate_refused, api_setup, api_teardown),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,221 @@
+/* Which adapters are grafted: chosen by target names, or taken from a PEFT folder whose every tensor must fit. */
+#include "train/train.h"
+
+#include <inttypes.h>
+#include <string.h>
+
+/* Problems of an adapter that one message spells out; the rest are counted. */
+enum { MAX_PROBLEMS = 5 };
+
+static const char *last_part(const char *path) {
+  const char *dot = strrchr(path, '.');
+  return dot != NULL ? dot + 1 : path;
+}
+
+static bool is_selected(const egi_linear *linear, const char *targets) {
+  return linear->path != NULL && egi_target_matches(linear, targets);
+}
+
+/* The distinct last parts of the paths, joined by commas. */
+static void list_names(const egi_linear *linears, size_t n, egi_map *seen, egi_text *text) {
+  for (size_t i = 0; i < n; i++) {
+    const char *name = linears[i].path != NULL ? last_part(linears[i].path) : NULL;
+    if (name == NULL || egi_map_get(seen, name, NULL)) continue;
+    if (egi_map_put(seen, name, 1) != EG_OK) return;
+    egi_text_format(text, "%s%s", text->length > 0 ? "," : "", name);
+  }
+}
+
+static eg_status fail_target(egi_arena *arena, const char *name, const egi_linear *linears, size_t n) {
+  egi_text text;
+  egi_map seen;
+  egi_text_init(&text, arena->ctx);
+  egi_map_init(&seen, arena);
+  list_names(linears, n, &seen, &text);
+  eg_status status =
+      egi_fail(arena->ctx, EG_ERROR_ARGUMENT, "no linear layer is named \"%s\"; the model has %s", name,
+               text.length > 0 ? egi_text_string(&text) : "no linear layers that an adapter can be grafted to");
+  egi_text_free(&text);
+  return status;
+}
+
+/* Every name of the list must select something. */
+static eg_status check_names(const egi_linear *linears, size_t n, const char *targets, egi_arena *arena) {
+  for (const char *name = targets; name != NULL;) {
+    const char *comma = strchr(name, ',');
+    char *copy = egi_arena_copy_text(arena, name, comma != NULL ? (size_t)(comma - name) : strlen(name));
+    bool is_used = false;
+    if (copy == NULL) return EG_ERROR_MEMORY;
+    for (size_t i = 0; i < n && !is_used; i++) is_used = is_selected(&linears[i], copy);
+    if (!is_used) return fail_target(arena, copy, linears, n);
+    name = comma != NULL ? comma + 1 : NULL;
+  }
+  return EG_OK;
+}
+
+/* target_modules for readers that know no "all-linear": short names where they select the same layers, else paths. */
+static eg_status join_targets(const egi_linear *linears, size_t n, const egi_map *taken, const egi_adapters *adapters,
+                              egi_arena *arena, egi_text *text) {
+  egi_map names; /* last part -> 1: selects a layer without adapter, 2: already in the text */
+  uint32_t state;
+  egi_map_init(&names, arena);
+  for (size_t i = 0; i < n; i++)
+    if (linears[i].path != NULL && !egi_map_get(taken, linears[i].path, NULL))
+      EG_TRY(egi_map_put(&names, last_part(linears[i].path), 1));
+  for (size_t i = 0; i < adapters->count; i++) {
+    const char *path = adapters->targets[i].path, *name = last_part(path);
+    if (!egi_map_get(&names, name, &state)) state = 0;
+    if (state == 2) continue;
+    egi_text_format(text, "%s%s", text->length > 0 ? "," : "", state == 0 ? name : path);
+    if (state == 0) EG_TRY(egi_map_put(&names, name, 2));
+  }
+  return egi_text_status(text);
+}
+
+static eg_status spell_targets(const egi_linear *linears, size_t n, const egi_map *taken, egi_arena *arena,
+                               egi_adapters *adapters) {
+  egi_text text;
+  egi_text_init(&text, arena->ctx);
+  eg_status status = join_targets(linears, n, taken, adapters, arena, &text);
+  if (status == EG_OK) {
+    adapters->config.targets = egi_arena_copy_text(arena, egi_text_string(&text), text.length);
+    if (adapters->config.targets == NULL) status = EG_ERROR_MEMORY;
+  }
+  egi_text_free(&text);
+  return status;
+}
+
+static eg_status take(egi_adapters *adapters, egi_map *taken, const char *path, uint32_t rank, double scale) {
+  EG_TRY(egi_map_put(taken, path, 1));
+  adapters->targets[adapters->count++] = (egi_adapter_target){path, rank, scale};
+  return EG_OK;
+}
+
+eg_status egi_adapters_choose(const egi_graph *graph, const char *targets, uint32_t rank, double alpha,
+                              egi_arena *arena, egi_adapters *out_adapters) {
+  egi_linear *linears;
+  size_t n;
+  egi_map taken;
+  egi_adapters adapters = {.config = {.rank = rank, .alpha = alpha}};
+  EG_TRY(egi_find_linears(graph, arena, &linears, &n));
+  EG_TRY(check_names(linears, n, targets, arena));
+  adapters.targets = EGI_NEW(arena, egi_adapter_target, n > 0 ? n : 1);
+  if (adapters.targets == NULL) return EG_ERROR_MEMORY;
+  egi_map_init(&taken, arena);
+  for (size_t i = 0; i < n; i++)
+    if (is_selected(&linears[i], targets) && !egi_map_get(&taken, linears[i].path, NULL))
+      EG_TRY(take(&adapters, &taken, linears[i].path, rank, alpha / rank));
+  EG_TRY(spell_targets(linears, n, &taken, arena, &adapters));
+  *out_adapters = adapters;
+  return EG_OK;
+}
+
+/* ---- PEFT ---- */
+
+typedef struct problems {
+  egi_text text;
+  unsigned count;
+} problems;
+
+static bool next_problem(problems *p) {
+  if (++p->count > MAX_PROBLEMS) return false;
+  if (p->count > 1) egi_text_add(&p->text, "; ");
+  return true;
+}
+
+static bool is_float_file(eg_dtype dtype) {
+  return dtype == EG_DTYPE_F32 || dtype == EG_DTYPE_F16 || dtype == EG_DTYPE_BF16;
+}
+
+typedef struct tensor_shape {
+  const char *path, *part;
+  int64_t rows, columns;
+} tensor_shape;
+
+static void check_tensor(problems *p, const egi_peft *peft, tensor_shape shape, egi_map *used) {
+  const char *name = egi_arena_format(used->arena, "base_model.model.%s.%s.weight", shape.path, shape.part);
+  const egi_safetensor *tensor = name != NULL ? egi_safetensors_find(peft->tensors, name) : NULL;
+  if (name == NULL || (tensor != NULL && egi_map_put(used, name, 1) != EG_OK)) {
+    p->text.is_failed = true;
+    return;
+  }
+  if (tensor == NULL) {
+    if (next_problem(p)) egi_text_format(&p->text, "%s is missing", name);
+  } else if (!is_float_file(tensor->dtype)) {
+    if (next_problem(p)) egi_text_format(&p->text, "%s has type %s", name, egi_dtype_name(tensor->dtype));
+  } else if (tensor->rank != 2 || tensor->dims[0] != shape.rows || tensor->dims[1] != shape.columns) {
+    if (!next_problem(p)) return;
+    egi_text_format(&p->text, "%s is [", name);
+    for (int i = 0; i < tensor->rank; i++) egi_text_format(&p->text, "%s%" PRId64, i > 0 ? "," : "", tensor->dims[i]);
+    egi_text_format(&p->text, "], not [%" PRId64 ",%" PRId64 "]", shape.rows, shape.columns);
+  }
+}
+
+static bool is_wanted(const egi_peft *peft, const egi_linear *linear, egi_arena *arena) {
+  if (linear->path == NULL) return false;
+  if (peft->config.targets != NULL) return egi_target_matches(linear, peft->config.targets);
+  const char *name = egi_arena_format(arena, "base_model.model.%s.lora_A.weight", linear->path);
+  return name != NULL && egi_safetensors_find(peft->tensors, name) != NULL;
+}
+
+static void check_extra(problems *p, const egi_peft *peft, const egi_map *used) {
+  for (size_t i = 0; i < egi_safetensors_count(peft->tensors); i++) {
+    const char *name = egi_safetensors_at(peft->tensors, i)->name;
+    if (egi_map_get(used, name, NULL)) continue;
+    if (next_problem(p)) egi_text_format(&p->text, "%s fits no linear layer of the model", name);
+  }
+}
+
+static eg_status finish_problems(problems *p, eg_context *ctx, size_t n_adapters) {
+  eg_status status = p->text.is_failed ? EG_ERROR_MEMORY : EG_OK;
+  if (status == EG_OK && p->count == 0 && n_adapters == 0)
+    status = egi_fail(ctx, EG_ERROR_DATA, "adapter: it names no linear layer of the model");
+  if (status == EG_OK && p->count > MAX_PROBLEMS)
+    status =
+        egi_fail(ctx, EG_ERROR_DATA, "adapter: %s; and %u more", egi_text_string(&p->text), p->count - MAX_PROBLEMS);
+  else if (status == EG_OK && p->count > 0)
+    status = egi_fail(ctx, EG_ERROR_DATA, "adapter: %s", egi_text_string(&p->text));
+  egi_text_free(&p->text);
+  return status;
+}
+
+/* Collects the adapters and what is wrong with their tensors. */
+static eg_status match_tensors(const egi_linear *linears, size_t n, const egi_peft *peft, egi_map *taken, problems *p,
+                               egi_adapters *adapters) {
+  egi_arena *arena = taken->arena;
+  egi_map used;
+  egi_map_init(&used, arena);
+  for (size_t i = 0; i < n; i++) {
+    const char *path = linears[i].path;
+    if (!is_wanted(peft, &linears[i], arena) || egi_map_get(taken, path, NULL)) continue;
+    uint32_t rank = egi_peft_rank(&peft->config, path);
+    EG_TRY(take(adapters, taken, path, rank, egi_peft_scale(&peft->config, path)));
+    check_tensor(p, peft, (tensor_shape){path, "lora_A", rank, linears[i].in_features}, &used);
+    check_tensor(p, peft, (tensor_shape){path, "lora_B", linears[i].out_features, rank}, &used);
+  }
+  check_extra(p, peft, &used);
+  return EG_OK;
+}
+
+eg_status egi_adapters_from_peft(const egi_graph *graph, const egi_peft *peft, egi_arena *arena,
+                                 egi_adapters *out_adapters) {
+  egi_linear *linears;
+  size_t n;
+  egi_map taken;
+  problems p = {.count = 0};
+  egi_adapters adapters = {.config = peft->config};
+  EG_TRY(egi_find_linears(graph, arena, &linears, &n));
+  adapters.targets = EGI_NEW(arena, egi_adapter_target, n > 0 ? n : 1);
+  if (adapters.targets == NULL) return EG_ERROR_MEMORY;
+  egi_map_init(&taken, arena);
+  egi_text_init(&p.text, arena->ctx);
+  eg_status status = match_tensors(linears, n, peft, &taken, &p, &adapters);
+  if (status != EG_OK) {
+    egi_text_free(&p.text);
+    return status;
+  }
+  EG_TRY(finish_problems(&p, arena->ctx, adapters.count));
+  EG_TRY(spell_targets(linears, n, &taken, arena, &adapters));
+  *out_adapters = adapters;
+  return EG_OK;
+}

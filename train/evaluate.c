@@ -1,0 +1,125 @@
+/* Mean loss over documents: by a trainer's evaluation graph, or for a model and an adapter alone. */
+#include "train/train.h"
+
+#include <math.h>
+#include <string.h>
+
+enum { MAX_BUCKETS = 4 };
+
+eg_status egi_batch_limits_make(const egi_inputs *inputs, uint32_t tokens, egi_batch_limits *out_limits) {
+  egi_batch_limits limits = {tokens, tokens, UINT32_MAX, inputs->fixed_sequence};
+  uint64_t least = (uint64_t)(inputs->fixed_batch > 0 ? inputs->fixed_batch : 1) *
+                   (inputs->fixed_sequence > 0 ? inputs->fixed_sequence : 1);
+  if (least > tokens)
+    return egi_fail(inputs->graph->module->ctx, EG_ERROR_ARGUMENT,
+                    "the model prescribes batches of %llu tokens, more than the %u of a micro-batch",
+                    (unsigned long long)least, tokens);
+  if (inputs->fixed_batch > 0) {
+    limits.rows = inputs->fixed_batch;
+    limits.longest = tokens / inputs->fixed_batch;
+  }
+  if (inputs->fixed_sequence > 0 && limits.longest > inputs->fixed_sequence) limits.longest = inputs->fixed_sequence;
+  *out_limits = limits;
+  return EG_OK;
+}
+
+eg_status egi_lane_run(const egi_lanes *lanes, egi_lane *lane, double *out_loss) {
+  const egi_graph *graph = lanes->inputs.graph;
+  float loss;
+  EG_TRY(egi_session_run(lane->session));
+  for (uint32_t i = 0; i < graph->n_outputs; i++) {
+    if (strcmp(graph->values[graph->outputs[i]].name, EGI_OUTPUT_LOSS) != 0) continue;
+    EG_TRY(egi_session_read_output(lane->session, i, &loss, sizeof loss));
+    *out_loss = (double)loss;
+    return EG_OK;
+  }
+  return egi_fail(graph->module->ctx, EG_ERROR_INTERNAL, "the graph has no loss");
+}
+
+typedef struct evaluation {
+  const egi_documents *documents;
+  egi_arena arena;
+  egi_lanes lanes;
+  egi_batch_range *batches;
+  size_t n_batches;
+} evaluation;
+
+static eg_status plan_lanes(evaluation *e, egi_machine *machine, const egi_graph *graph, uint32_t tokens) {
+  egi_inputs inputs;
+  egi_batch_limits limits;
+  egi_bucket *buckets;
+  size_t n_buckets;
+  EG_TRY(egi_inputs_find(graph, &e->arena, &inputs));
+  EG_TRY(egi_batch_limits_make(&inputs, tokens, &limits));
+  EG_TRY(egi_batches_make(e->documents, &limits, &e->arena, &e->batches, &e->n_batches));
+  EG_TRY(egi_buckets_choose(e->batches, e->n_batches, MAX_BUCKETS, &e->arena, &buckets, &n_buckets));
+  for (size_t i = 0; i < n_buckets && inputs.fixed_batch > 0; i++) buckets[i].batch = inputs.fixed_batch;
+  EG_TRY(egi_lanes_plan(&e->lanes, graph, machine->backend, buckets, n_buckets, &e->arena));
+  return egi_lanes_open(&e->lanes, machine->store, machine->scratch);
+}
+
+static eg_status run_batches(const evaluation *e, double *out_loss) {
+  const egi_documents *documents = e->documents;
+  eg_context *ctx = e->arena.ctx;
+  double sum = 0.0;
+  uint64_t n_targets = 0;
+  for (size_t i = 0; i < e->n_batches; i++) {
+    egi_lane *lane;
+    uint64_t targets, tokens;
+    double loss;
+    egi_batch_count(documents, &e->batches[i], &targets, &tokens);
+    if (targets == 0) continue;
+    EG_TRY(egi_lanes_fill(&e->lanes, documents, &e->batches[i], &lane));
+    EG_TRY(egi_lane_run(&e->lanes, lane, &loss));
+    sum += loss;
+    n_targets += targets;
+  }
+  if (n_targets == 0) return egi_fail(ctx, EG_ERROR_DATA, "%s: no token is a target", documents->path);
+  if (!isfinite(sum)) return egi_fail(ctx, EG_ERROR_DATA, "%s: the loss is not finite", documents->path);
+  *out_loss = sum / (double)n_targets;
+  return EG_OK;
+}
+
+eg_status egi_evaluate_graph(egi_machine *machine, const egi_graph *graph, const egi_documents *documents,
+                             uint32_t tokens, double *out_loss) {
+  evaluation e = {.documents = documents};
+  egi_arena_init(&e.arena, machine->ctx, EGI_PURPOSE_DATA);
+  eg_status status = plan_lanes(&e, machine, graph, tokens);
+  if (status == EG_OK) status = run_batches(&e, out_loss);
+  egi_lanes_close(&e.lanes);
+  egi_arena_clear(&e.arena);
+  return status;
+}
+
+/* ---- without a trainer ---- */
+
+static eg_status adapt(egi_machine *machine, const egi_peft *peft, const egi_documents *documents, egi_arena *arena) {
+  static const char *const names[] = {"append_loss", "graft_adapters", "eliminate_dead"};
+  egi_inputs inputs;
+  egi_vocabulary vocabulary;
+  egi_adapters adapters = {.count = 0};
+  EG_TRY(egi_inputs_find(machine->graph, arena, &inputs));
+  EG_TRY(egi_vocabulary_find(machine->graph, &inputs, &vocabulary));
+  EG_TRY(egi_vocabulary_check(machine->ctx, &vocabulary, documents));
+  if (peft != NULL) EG_TRY(egi_adapters_from_peft(machine->graph, peft, arena, &adapters));
+  egi_adapt_options options = {.adapters = adapters.targets, .n_adapters = adapters.count, .is_frozen = true};
+  EG_TRY(egi_run_passes(machine->graph, names, EGI_COUNT(names), &options));
+  EG_TRY(egi_machine_allocate(machine));
+  return peft != NULL ? egi_adapters_load(machine, peft) : EG_OK;
+}
+
+eg_status egi_evaluate_model(const eg_model *model, const char *adapter, const egi_documents *documents,
+                             uint32_t tokens, double *out_loss) {
+  egi_machine machine;
+  egi_arena arena;
+  egi_peft *peft = NULL;
+  egi_arena_init(&arena, model->ctx, EGI_PURPOSE_DATA);
+  if (adapter != NULL) EG_TRY(egi_peft_open(model->ctx, adapter, &peft));
+  eg_status status = egi_machine_prepare(&machine, model, "cpu", EG_DTYPE_F32);
+  if (status == EG_OK) status = adapt(&machine, peft, documents, &arena);
+  if (status == EG_OK) status = egi_evaluate_graph(&machine, machine.graph, documents, tokens, out_loss);
+  egi_machine_close(&machine);
+  egi_peft_close(peft);
+  egi_arena_clear(&arena);
+  return status;
+}

@@ -1,0 +1,163 @@
+/* Lanes: a plan and a session for each bucket of a graph, and the filling of their inputs with padded documents. All
+ * staging is made with the lanes: filling allocates nothing. */
+#include "train/train.h"
+
+#include <string.h>
+
+static eg_status plan_lane(egi_lanes *lanes, const egi_backend *backend, egi_lane *lane, egi_arena *arena) {
+  const egi_graph *graph = lanes->inputs.graph;
+  egi_binder binder;
+  EG_TRY(egi_binder_begin(&binder, graph, arena));
+  EG_TRY(egi_binder_finish(&binder, &lanes->inputs, &lane->bucket));
+  egi_plan_options options = {.bindings = binder.bindings, .n_bindings = binder.n};
+  return egi_plan_create(graph->module->ctx, graph, backend, &options, &lane->plan);
+}
+
+eg_status egi_lanes_plan(egi_lanes *lanes, const egi_graph *graph, const egi_backend *backend,
+                         const egi_bucket *buckets, size_t n_buckets, egi_arena *arena) {
+  size_t largest = 1;
+  memset(lanes, 0, sizeof *lanes);
+  EG_TRY(egi_inputs_find(graph, arena, &lanes->inputs));
+  EG_TRY(egi_inputs_check(&lanes->inputs));
+  lanes->lanes = EGI_NEW(arena, egi_lane, n_buckets);
+  if (lanes->lanes == NULL) return EG_ERROR_MEMORY;
+  for (size_t i = 0; i < n_buckets; i++) {
+    size_t size;
+    lanes->lanes[i].bucket = buckets[i];
+    lanes->count = i + 1;
+    if (!egi_size_multiply(buckets[i].batch, buckets[i].sequence, &size))
+      return egi_fail(graph->module->ctx, EG_ERROR_BUDGET, "a batch of %u × %u tokens is too large", buckets[i].batch,
+                      buckets[i].sequence);
+    if (size > largest) largest = size;
+    EG_TRY(plan_lane(lanes, backend, &lanes->lanes[i], arena));
+  }
+  lanes->numbers = EGI_NEW(arena, int64_t, largest);
+  lanes->bytes = EGI_NEW(arena, int64_t, largest);
+  return lanes->numbers != NULL && lanes->bytes != NULL ? EG_OK : EG_ERROR_MEMORY;
+}
+
+eg_status egi_lanes_open(egi_lanes *lanes, egi_store *store, egi_scratch *scratch) {
+  for (size_t i = 0; i < lanes->count; i++)
+    EG_TRY(egi_session_create(store, lanes->lanes[i].plan, scratch, &lanes->lanes[i].session));
+  return EG_OK;
+}
+
+void egi_lanes_close(egi_lanes *lanes) {
+  for (size_t i = 0; i < lanes->count; i++) {
+    egi_session_destroy(lanes->lanes[i].session);
+    egi_plan_destroy(lanes->lanes[i].plan);
+  }
+  lanes->count = 0;
+}
+
+/* ---- filling ---- */
+
+/* One row of the batch: its document's tokens, or none. */
+typedef struct batch_row {
+  const int32_t *tokens, *labels;
+  uint32_t length; /* 0: a row beyond the documents */
+} batch_row;
+
+static batch_row get_row(const egi_documents *documents, const egi_batch_range *range, uint32_t index) {
+  batch_row row = {NULL, NULL, 0};
+  if (range == NULL || index >= range->n_documents) return row;
+  uint64_t first = documents->offsets[range->first_document + index];
+  uint64_t length = documents->offsets[range->first_document + index + 1] - first;
+  row.tokens = documents->tokens + first;
+  row.labels = documents->labels != NULL ? documents->labels + first : NULL;
+  row.length = length < range->longest ? (uint32_t)length : range->longest;
+  return row;
+}
+
+/* The number at position t. Rows beyond the documents are unmasked, so that no row of attention is empty. */
+static int64_t get_number(egi_feed role, const batch_row *row, uint32_t t) {
+  switch (role) {
+  case EGI_FEED_INPUT_IDS:
+    return t < row->length ? row->tokens[t] : 0;
+  case EGI_FEED_LABELS: /* shifted: what the token at t should predict */
+    return t + 1 < row->length && row->labels != NULL ? row->labels[t + 1] : -100;
+  case EGI_FEED_ATTENTION_MASK:
+    return row->length == 0 || t < row->length ? 1 : 0;
+  case EGI_FEED_POSITION_IDS:
+    return t;
+  case EGI_FEED_CACHE:
+  case EGI_FEED_OTHER:
+    break;
+  }
+  return 0;
+}
+
+/* Converts to the input's type; returns the number of bytes. */
+static size_t convert(const int64_t *numbers, size_t n, eg_dtype dtype, void *bytes) {
+  uint8_t *flags = bytes;
+  int32_t *whole = bytes;
+  float *real = bytes;
+  switch (dtype) {
+  case EG_DTYPE_I32:
+    for (size_t i = 0; i < n; i++) whole[i] = (int32_t)numbers[i];
+    return n * sizeof *whole;
+  case EG_DTYPE_F32:
+    for (size_t i = 0; i < n; i++) real[i] = (float)numbers[i];
+    return n * sizeof *real;
+  case EG_DTYPE_BOOL:
+    for (size_t i = 0; i < n; i++) flags[i] = numbers[i] != 0;
+    return n;
+  default:
+    memcpy(bytes, numbers, n * sizeof *numbers);
+    return n * sizeof *numbers;
+  }
+}
+
+/* Rows that the input has: positions may be one row for all. */
+static uint32_t count_rows(const egi_graph *graph, const egi_value *value, uint32_t batch) {
+  int64_t size;
+  if (value->rank < 2) return 1;
+  egi_dims *dims = graph->module->dims;
+  return egi_dim_value(dims, egi_dim_resolve(dims, value->dims[0]), &size) && size == 1 ? 1 : batch;
+}
+
+eg_status egi_lane_fill_input(const egi_lanes *lanes, const egi_lane *lane, uint32_t input,
+                              const egi_documents *documents, const egi_batch_range *range) {
+  const egi_graph *graph = lanes->inputs.graph;
+  const egi_value *value = &graph->values[graph->inputs[input]];
+  egi_feed role = lanes->inputs.roles[input];
+  uint32_t n_rows = count_rows(graph, value, lane->bucket.batch), sequence = lane->bucket.sequence;
+  if (role == EGI_FEED_CACHE) return EG_OK; /* holds nothing */
+  for (uint32_t r = 0; r < n_rows; r++) {
+    batch_row row = get_row(documents, range, r);
+    for (uint32_t t = 0; t < sequence; t++) lanes->numbers[(size_t)r * sequence + t] = get_number(role, &row, t);
+  }
+  size_t size_bytes = convert(lanes->numbers, (size_t)n_rows * sequence, value->dtype, lanes->bytes);
+  return egi_session_set_input(lane->session, input, lanes->bytes, size_bytes);
+}
+
+eg_status egi_lanes_fill(const egi_lanes *lanes, const egi_documents *documents, const egi_batch_range *range,
+                         egi_lane **out_lane) {
+  egi_lane *best = NULL;
+  for (size_t i = 0; i < lanes->count; i++) {
+    egi_lane *lane = &lanes->lanes[i];
+    if (lane->bucket.batch < range->n_documents || lane->bucket.sequence < range->longest) continue;
+    if (best == NULL ||
+        (uint64_t)lane->bucket.batch * lane->bucket.sequence < (uint64_t)best->bucket.batch * best->bucket.sequence)
+      best = lane;
+  }
+  if (best == NULL)
+    return egi_fail(lanes->inputs.graph->module->ctx, EG_ERROR_INTERNAL, "no plan holds %zu × %u tokens",
+                    range->n_documents, range->longest);
+  for (uint32_t i = 0; i < lanes->inputs.graph->n_inputs; i++)
+    EG_TRY(egi_lane_fill_input(lanes, best, i, documents, range));
+  *out_lane = best;
+  return EG_OK;
+}
+
+void egi_batch_count(const egi_documents *documents, const egi_batch_range *range, uint64_t *out_targets,
+                     uint64_t *out_tokens) {
+  uint64_t targets = 0, tokens = 0;
+  for (uint32_t r = 0; r < range->n_documents; r++) {
+    batch_row row = get_row(documents, range, r);
+    tokens += row.length;
+    for (uint32_t t = 1; t < row.length; t++) targets += row.labels[t] != -100;
+  }
+  *out_targets = targets;
+  *out_tokens = tokens;
+}

@@ -1,0 +1,108 @@
+/* Machines: a clone of the model's module brought to the state in which the adapt stage begins, and its memory. */
+#include "train/train.h"
+
+#include <string.h>
+
+static const char *dtype_option(eg_dtype dtype) {
+  return dtype == EG_DTYPE_BF16 ? "bf16" : dtype == EG_DTYPE_F16 ? "f16" : "of this kind";
+}
+
+static eg_status check_device(eg_context *ctx, const char *device, eg_dtype dtype) {
+  if (device == NULL || strcmp(device, "cpu") != 0)
+    return egi_fail(ctx, EG_ERROR_UNSUPPORTED, "this build has no device \"%s\", only \"cpu\"",
+                    device != NULL ? device : "");
+  if (dtype != EG_DTYPE_F32)
+    return egi_fail(ctx, EG_ERROR_UNSUPPORTED, "activations %s are not supported on the CPU, only f32",
+                    dtype_option(dtype));
+  return EG_OK;
+}
+
+eg_status egi_run_passes(egi_graph *graph, const char *const *names, size_t n_names, const egi_adapt_options *adapt) {
+  egi_pipeline_options options = {.adapt = adapt};
+  return egi_passes_run(graph, names, n_names, &options, NULL);
+}
+
+static eg_status prepare_graph(egi_machine *machine, const eg_model *model) {
+  static const char *const widen[] = {"widen_floats", "eliminate_common", "eliminate_dead"};
+  static const egi_pipeline_options options;
+  EG_TRY(egi_module_clone(model->module, &machine->module));
+  machine->graph = machine->module->graphs[0];
+  EG_TRY(egi_passes_run_stage(machine->graph, EGI_STAGE_CANONICALISE, &options));
+  EG_TRY(egi_passes_run_stage(machine->graph, EGI_STAGE_RECOGNISE, &options));
+  return egi_run_passes(machine->graph, widen, EGI_COUNT(widen), NULL);
+}
+
+eg_status egi_machine_prepare(egi_machine *machine, const eg_model *model, const char *device, eg_dtype dtype) {
+  memset(machine, 0, sizeof *machine);
+  machine->ctx = model->ctx;
+  machine->backend = egi_backend_cpu();
+  EG_TRY(check_device(model->ctx, device, dtype));
+  return prepare_graph(machine, model);
+}
+
+eg_status egi_machine_allocate(egi_machine *machine) {
+  EG_TRY(egi_store_create(machine->ctx, machine->module, machine->backend, &machine->store));
+  EG_TRY(egi_store_make_pools(machine->store));
+  return egi_scratch_create(machine->ctx, machine->store, &machine->scratch);
+}
+
+void egi_machine_close(egi_machine *machine) {
+  egi_scratch_destroy(machine->scratch);
+  egi_store_destroy(machine->store);
+  egi_module_destroy(machine->module);
+  memset(machine, 0, sizeof *machine);
+}
+
+/* ---- vocabulary ---- */
+
+/* Follows casts, reshapes and the like back to the input a value comes from; 0 when it is computed. */
+static egi_value_id source_of(const egi_graph *graph, egi_value_id value) {
+  for (uint32_t hop = 0; value != 0 && hop < graph->n_nodes; hop++) {
+    const egi_value *v = &graph->values[value];
+    if (v->kind != EGI_VALUE_NODE) return value;
+    const egi_node *node = &graph->nodes[v->producer];
+    bool is_passed_on = node->op == EGI_OP_Cast || (egi_op_get(node->op)->flags & EGI_OP_VIEW) != 0;
+    value = is_passed_on && node->n_inputs > 0 ? node->inputs[0] : 0;
+  }
+  return 0;
+}
+
+static int64_t constant_dim(const egi_graph *graph, egi_value_id value, int axis) {
+  egi_dims *dims = graph->module->dims;
+  int64_t size;
+  const egi_value *v = &graph->values[value];
+  if (v->rank <= axis || axis < 0) return 0;
+  return egi_dim_value(dims, egi_dim_resolve(dims, v->dims[axis]), &size) ? size : 0;
+}
+
+static int64_t count_embeddings(const egi_graph *graph, egi_value_id ids) {
+  for (egi_node_id n = 1; n < graph->n_nodes; n++) {
+    const egi_node *node = &graph->nodes[n];
+    if (node->op == EGI_OP_Gather && egi_node_int(node, "axis", 0) == 0 && source_of(graph, node->inputs[1]) == ids)
+      return constant_dim(graph, node->inputs[0], 0);
+  }
+  return 0;
+}
+
+eg_status egi_vocabulary_find(const egi_graph *graph, const egi_inputs *inputs, egi_vocabulary *out_vocabulary) {
+  egi_value_id logits;
+  EG_TRY(egi_find_logits(graph, &logits));
+  out_vocabulary->n_embeddings = count_embeddings(graph, graph->inputs[inputs->ids]);
+  out_vocabulary->n_logits = constant_dim(graph, logits, graph->values[logits].rank - 1);
+  return EG_OK;
+}
+
+eg_status egi_vocabulary_check(eg_context *ctx, const egi_vocabulary *vocabulary, const egi_documents *documents) {
+  int64_t n_tokens = vocabulary->n_embeddings > 0 ? vocabulary->n_embeddings : INT64_MAX;
+  int64_t n_labels = vocabulary->n_logits > 0 ? vocabulary->n_logits : INT64_MAX;
+  for (size_t d = 0; d < documents->n_documents; d++)
+    for (uint64_t i = documents->offsets[d]; i < documents->offsets[d + 1]; i++) {
+      bool is_token = documents->tokens[i] >= n_tokens;
+      if (!is_token && documents->labels[i] < n_labels) continue;
+      return egi_fail(ctx, EG_ERROR_DATA, "%s: document %zu, position %llu: %s %d is outside the vocabulary of %lld",
+                      documents->path, d + 1, (unsigned long long)(i - documents->offsets[d] + 1),
+                      is_token ? "token" : "label", is_token ? documents->tokens[i] : documents->labels[i],
+                      (long long)(is_token ? n_tokens : n_labels));
+    }
+  return EG_OK;
+}

@@ -1,0 +1,111 @@
+/* One optimizer step: gradients of all micro-batches summed in the pool, then norm, clipping and AdamW. The loss is the
+ * sum over trained tokens divided by their number in the whole step; nothing here allocates. */
+#include "train/train.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <string.h>
+
+typedef struct totals {
+  double loss;
+  uint64_t n_targets, n_tokens;
+} totals;
+
+static const egi_batch_range *batch_at(const eg_trainer *trainer, size_t index) {
+  return &trainer->batches[(trainer->next_batch + index) % trainer->n_batches];
+}
+
+static totals count_step(const eg_trainer *trainer) {
+  totals sum = {0.0, 0, 0};
+  for (uint32_t i = 0; i < trainer->options.accumulate; i++) {
+    uint64_t n_targets, n_tokens;
+    egi_batch_count(trainer->dataset->documents, batch_at(trainer, i), &n_targets, &n_tokens);
+    sum.n_targets += n_targets;
+    sum.n_tokens += n_tokens;
+  }
+  return sum;
+}
+
+static eg_status upload_state(const eg_trainer *trainer) {
+  const egi_machine *machine = &trainer->machine;
+  return machine->backend->upload(egi_store_device(machine->store), egi_store_pool(machine->store, EGI_POOL_STEP),
+                                  &trainer->state, sizeof trainer->state);
+}
+
+static eg_status run_batch(eg_trainer *trainer, const egi_batch_range *range, totals *sum) {
+  uint64_t n_targets, n_tokens;
+  egi_lane *lane;
+  double loss;
+  egi_batch_count(trainer->dataset->documents, range, &n_targets, &n_tokens);
+  if (n_targets == 0) return EG_OK;
+  EG_TRY(egi_lanes_fill(&trainer->lanes, trainer->dataset->documents, range, &lane));
+  EG_TRY(egi_lane_run(&trainer->lanes, lane, &loss));
+  sum->loss += loss;
+  if (trainer->state.has_gradients) return EG_OK;
+  trainer->state.has_gradients = 1;
+  return upload_state(trainer);
+}
+
+static eg_status accumulate(eg_trainer *trainer, totals *sum) {
+  trainer->state.has_gradients = 0;
+  EG_TRY(upload_state(trainer));
+  for (uint32_t i = 0; i < trainer->options.accumulate; i++) {
+    if (atomic_exchange(&trainer->is_stop_requested, 0))
+      return egi_fail(trainer->ctx, EG_ERROR_STOPPED, "stopped on request before step %" PRIu64, trainer->step + 1);
+    EG_TRY(run_batch(trainer, batch_at(trainer, i), sum));
+  }
+  if (!isfinite(sum->loss))
+    return egi_fail(trainer->ctx, EG_ERROR_DATA, "step %" PRIu64 ": the loss is not finite", trainer->step + 1);
+  return EG_OK;
+}
+
+/* The update number counts from 1 and only when parameters move: bias corrections follow it (Kingma and Ba, Adam, 2015,
+ * algorithm 1). */
+static eg_status update(eg_trainer *trainer, const totals *sum, double rate, double *out_norm) {
+  const eg_trainer_options *o = &trainer->options;
+  double t = (double)(trainer->n_updates + 1);
+  float norm;
+  trainer->state.step = (int64_t)trainer->n_updates + 1;
+  trainer->state.learning_rate = (float)rate;
+  trainer->state.correction1 = (float)(1.0 - pow(o->beta1, t));
+  trainer->state.correction2 = (float)(1.0 - pow(o->beta2, t));
+  trainer->state.inverse_targets = (float)(1.0 / (double)sum->n_targets);
+  EG_TRY(upload_state(trainer));
+  EG_TRY(egi_session_run(trainer->optimizer_session));
+  EG_TRY(egi_session_read_output(trainer->optimizer_session, 0, &norm, sizeof norm));
+  if (!isfinite(norm))
+    return egi_fail(trainer->ctx, EG_ERROR_DATA, "step %" PRIu64 ": the gradient is not finite", trainer->step + 1);
+  trainer->n_updates++;
+  trainer->has_gradients = true;
+  *out_norm = (double)norm;
+  return EG_OK;
+}
+
+eg_status egi_trainer_step(eg_trainer *trainer, eg_step_report *out_report) {
+  const eg_trainer_options *o = &trainer->options;
+  double start = egi_clock(), norm = 0.0;
+  double rate = egi_schedule_rate(o->schedule, o->learning_rate, trainer->step, trainer->n_steps, o->warmup);
+  totals sum = count_step(trainer);
+  if (sum.n_targets > 0) {
+    EG_TRY(accumulate(trainer, &sum));
+    EG_TRY(update(trainer, &sum, rate, &norm));
+  } else {
+    egi_log(trainer->ctx, EG_LOG_WARNING, "step %" PRIu64 " has no trained token and is skipped", trainer->step + 1);
+  }
+  trainer->next_batch = (trainer->next_batch + o->accumulate) % trainer->n_batches;
+  trainer->step++;
+  eg_step_report report = {.step = trainer->step,
+                           .loss = sum.n_targets > 0 ? sum.loss / (double)sum.n_targets : 0.0,
+                           .learning_rate = rate,
+                           .gradient_norm = norm,
+                           .n_tokens = sum.n_tokens,
+                           .n_targets = sum.n_targets,
+                           .seconds = egi_clock() - start};
+  if (out_report != NULL) *out_report = report;
+  return EG_OK;
+}
+
+eg_status egi_trainer_evaluate(eg_trainer *trainer, const egi_documents *documents, double *out_loss) {
+  EG_TRY(egi_vocabulary_check(trainer->ctx, &trainer->vocabulary, documents));
+  return egi_evaluate_graph(&trainer->machine, trainer->evaluation, documents, trainer->options.tokens, out_loss);
+}

@@ -1,0 +1,267 @@
+/* The trainer and the runner behind engraft.h.
+ *
+ * The way of a trainer: machine (clone of the model's module, recognised and widened) -> adapters chosen -> loss
+ * appended, adapters grafted, graph differentiated -> batches and buckets -> lanes (plan + session for each bucket) ->
+ * steps. */
+#ifndef ENGRAFT_TRAIN_TRAIN_H
+#define ENGRAFT_TRAIN_TRAIN_H
+
+#include <stdatomic.h>
+
+#include "backend/backend.h"
+#include "io/io.h"
+#include "passes/passes.h"
+
+/* ---- handles -------------------------------------------------------------------------------------------------- */
+
+struct eg_model {
+  eg_context *ctx;
+  unsigned references;
+  egi_module *module; /* canonical graph in graphs[0] */
+  char *report;       /* JSON of the last rewrite */
+};
+void egi_model_retain(eg_model *model);
+void egi_model_release(eg_model *model);
+
+struct eg_dataset {
+  eg_context *ctx;
+  unsigned references;
+  egi_documents *documents;
+};
+void egi_dataset_retain(eg_dataset *dataset);
+void egi_dataset_release(eg_dataset *dataset);
+
+/* ---- batches -------------------------------------------------------------------------------------------------- */
+
+/* Padded micro-batches in file order: as many documents as fit in `tokens` when padded to the longest of them. */
+typedef struct egi_batch_range {
+  size_t first_document, n_documents;
+  uint32_t longest;
+} egi_batch_range;
+/* A planned shape; every batch is padded to the smallest bucket that holds it. */
+typedef struct egi_bucket {
+  uint32_t batch, sequence;
+} egi_bucket;
+typedef struct egi_batch_limits {
+  uint32_t tokens;   /* rows × longest */
+  uint32_t longest;  /* longer documents are cut to this */
+  uint32_t rows;     /* UINT32_MAX: any number */
+  uint32_t sequence; /* a model with a fixed length: every batch is that long; 0: none */
+} egi_batch_limits;
+eg_status egi_batches_make(const egi_documents *documents, const egi_batch_limits *limits, egi_arena *arena,
+                           egi_batch_range **out_batches, size_t *out_count);
+/* At most `max_buckets` shapes that cover all batches with little padding; one batch shape gives exactly that bucket.
+ */
+eg_status egi_buckets_choose(const egi_batch_range *batches, size_t n_batches, size_t max_buckets, egi_arena *arena,
+                             egi_bucket **out_buckets, size_t *out_count);
+
+/* ---- inputs of a graph by role -------------------------------------------------------------------------------- */
+
+typedef enum egi_feed {
+  EGI_FEED_OTHER,
+  EGI_FEED_INPUT_IDS,      /* [batch, sequence] */
+  EGI_FEED_ATTENTION_MASK, /* [batch, sequence], 1 for real tokens */
+  EGI_FEED_POSITION_IDS,   /* [batch, sequence] or [1, sequence] or [sequence]: 0, 1, 2 … in each row */
+  EGI_FEED_CACHE,          /* keys and values of earlier tokens: none, a dimension of size 0 */
+  EGI_FEED_LABELS          /* EGI_INPUT_LABELS */
+} egi_feed;
+
+typedef struct egi_inputs {
+  const egi_graph *graph;
+  const egi_feed *roles;                /* [graph->n_inputs] */
+  uint32_t ids;                         /* position of input_ids */
+  uint32_t fixed_batch, fixed_sequence; /* sizes that the graph prescribes; 0: free */
+} egi_inputs;
+/* EG_ERROR_UNSUPPORTED when there is no input_ids or it has an unusual type; roles of the rest may be OTHER. */
+eg_status egi_inputs_find(const egi_graph *graph, egi_arena *arena, egi_inputs *out_inputs);
+/* EG_ERROR_UNSUPPORTED naming the inputs without a role: what they should hold is not known. */
+eg_status egi_inputs_check(const egi_inputs *inputs);
+
+/* Values of the symbols in the inputs' dims. */
+typedef struct egi_binder {
+  const egi_graph *graph;
+  egi_binding *bindings;
+  bool *is_bound;
+  size_t n;
+} egi_binder;
+eg_status egi_binder_begin(egi_binder *binder, const egi_graph *graph, egi_arena *arena);
+/* One dimension of one input has this size; EG_ERROR_SHAPE when it cannot. */
+eg_status egi_binder_assign(egi_binder *binder, uint32_t input, int axis, int64_t size);
+/* Binds what is left of the inputs from their roles; then every symbol of every input must be bound. Leaves the bound
+ * symbols in bindings[0, n). */
+eg_status egi_binder_finish(egi_binder *binder, const egi_inputs *inputs, const egi_bucket *bucket);
+
+/* One planned shape: plan, session, and the bucket they are for. */
+typedef struct egi_lane {
+  egi_bucket bucket;
+  egi_plan *plan;
+  egi_session *session;
+} egi_lane;
+typedef struct egi_lanes {
+  egi_inputs inputs;
+  egi_lane *lanes;
+  size_t count;
+  int64_t *numbers; /* staging for the largest bucket */
+  void *bytes;
+} egi_lanes;
+/* Plans only; sizes are known afterwards. Everything but plans and sessions is in the arena. */
+eg_status egi_lanes_plan(egi_lanes *lanes, const egi_graph *graph, const egi_backend *backend,
+                         const egi_bucket *buckets, size_t n_buckets, egi_arena *arena);
+eg_status egi_lanes_open(egi_lanes *lanes, egi_store *store, egi_scratch *scratch);
+void egi_lanes_close(egi_lanes *lanes);
+/* Writes documents to the inputs of the smallest lane that holds them. Rows beyond the documents are unmasked and carry
+ * no label: nothing of them reaches the loss. */
+eg_status egi_lanes_fill(const egi_lanes *lanes, const egi_documents *documents, const egi_batch_range *range,
+                         egi_lane **out_lane);
+/* One input of a lane; without documents (NULL) all rows are beyond them: masks of ones, positions. */
+eg_status egi_lane_fill_input(const egi_lanes *lanes, const egi_lane *lane, uint32_t input,
+                              const egi_documents *documents, const egi_batch_range *range);
+/* Trained tokens and real tokens of a batch, as far as a lane holds them. */
+void egi_batch_count(const egi_documents *documents, const egi_batch_range *range, uint64_t *out_targets,
+                     uint64_t *out_tokens);
+
+/* ---- machines ------------------------------------------------------------------------------------------------- */
+
+/* What a trainer, a runner and an evaluation have in common: their own clone of the model's module, ready for the adapt
+ * stage, and its memory on a device. */
+typedef struct egi_machine {
+  eg_context *ctx;
+  egi_module *module;
+  egi_graph *graph; /* graphs[0] */
+  const egi_backend *backend;
+  egi_store *store;
+  egi_scratch *scratch;
+} egi_machine;
+/* Clones, canonicalises, recognises, widens. EG_ERROR_UNSUPPORTED for a device or type this build has not. */
+eg_status egi_machine_prepare(egi_machine *machine, const eg_model *model, const char *device, eg_dtype dtype);
+eg_status egi_machine_allocate(egi_machine *machine);
+void egi_machine_close(egi_machine *machine);
+eg_status egi_run_passes(egi_graph *graph, const char *const *names, size_t n_names, const egi_adapt_options *adapt);
+
+/* Sizes that tokens and labels must stay below; 0: not known. Read before the loss is appended. */
+typedef struct egi_vocabulary {
+  int64_t n_embeddings, n_logits;
+} egi_vocabulary;
+eg_status egi_vocabulary_find(const egi_graph *graph, const egi_inputs *inputs, egi_vocabulary *out_vocabulary);
+eg_status egi_vocabulary_check(eg_context *ctx, const egi_vocabulary *vocabulary, const egi_documents *documents);
+
+/* ---- adapters and parameters ---------------------------------------------------------------------------------- */
+
+/* Adapters to graft, and the PEFT settings that describe them. */
+typedef struct egi_adapters {
+  egi_adapter_target *targets;
+  size_t count;
+  egi_peft_config config;
+} egi_adapters;
+/* New ones on the linear layers of `graph` that `targets` names; a name that matches nothing is an error. */
+eg_status egi_adapters_choose(const egi_graph *graph, const char *targets, uint32_t rank, double alpha,
+                              egi_arena *arena, egi_adapters *out_adapters);
+/* Those of a PEFT folder. Missing, extra and misshapen tensors are named together in one EG_ERROR_DATA. */
+eg_status egi_adapters_from_peft(const egi_graph *graph, const egi_peft *peft, egi_arena *arena,
+                                 egi_adapters *out_adapters);
+/* Fills the parameter pool. */
+eg_status egi_adapters_initialise(egi_machine *machine, eg_lora_init init, uint64_t seed);
+eg_status egi_adapters_load(egi_machine *machine, const egi_peft *peft);
+
+/* One trainable tensor in a pool, in the layout of the file it is saved to; n_values floats. */
+uint64_t egi_state_count(const egi_state *state);
+void egi_state_file_dims(const egi_state *state, int64_t dims[EGI_MAX_RANK]);
+eg_status egi_state_read(const egi_machine *machine, const egi_state *state, egi_state_pool pool, float *values);
+eg_status egi_state_write(egi_machine *machine, const egi_state *state, egi_state_pool pool, const float *values);
+
+/* ---- schedule ------------------------------------------------------------------------------------------------- */
+
+/* Learning rate of step `step` (from 0) of `n_steps`; Hugging Face's formulas (transformers/optimization.py). */
+double egi_schedule_rate(eg_schedule schedule, double rate, uint64_t step, uint64_t n_steps, double warmup);
+
+/* ---- trainer -------------------------------------------------------------------------------------------------- */
+
+struct eg_trainer {
+  eg_context *ctx;
+  eg_model *model;
+  eg_dataset *dataset;
+  egi_arena arena;
+  eg_trainer_options options; /* strings in the arena */
+  egi_machine machine;        /* its graph is the training graph */
+  egi_graph *evaluation, *optimizer;
+  egi_vocabulary vocabulary;
+  egi_adapters adapters;
+  uint32_t *parameters; /* states of the module, in order */
+  size_t n_parameters;
+  egi_batch_range *batches;
+  size_t n_batches, next_batch;
+  egi_batch_limits limits;
+  egi_lanes lanes;
+  egi_plan *optimizer_plan;
+  egi_session *optimizer_session;
+  uint64_t n_steps, step; /* asked for, done */
+  uint64_t n_updates;     /* steps that moved the parameters */
+  egi_step_state state;   /* what the device has */
+  bool has_gradients;
+  atomic_int is_stop_requested;
+};
+/* trainer_graph.c: the training, evaluation and optimizer graphs. `peft` is NULL for new adapters and full training. */
+eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft);
+/* Loss of one filled lane: minus the sum of its log-probabilities. */
+eg_status egi_lane_run(const egi_lanes *lanes, egi_lane *lane, double *out_loss);
+/* Sum of losses and trained tokens over documents, by a graph that gives EGI_OUTPUT_LOSS. */
+eg_status egi_evaluate_graph(egi_machine *machine, const egi_graph *graph, const egi_documents *documents,
+                             uint32_t tokens, double *out_loss);
+/* Tokens of a micro-batch and what the model prescribes. */
+eg_status egi_batch_limits_make(const egi_inputs *inputs, uint32_t tokens, egi_batch_limits *out_limits);
+
+eg_status egi_trainer_create(eg_model *model, eg_dataset *dataset, const eg_trainer_options *options,
+                             eg_trainer **out_trainer);
+void egi_trainer_destroy(eg_trainer *trainer);
+eg_context *egi_trainer_context(const eg_trainer *trainer);
+uint64_t egi_trainer_step_count(const eg_trainer *trainer);
+eg_status egi_trainer_step(eg_trainer *trainer, eg_step_report *out_report);
+eg_status egi_trainer_evaluate(eg_trainer *trainer, const egi_documents *documents, double *out_loss);
+void egi_trainer_request_stop(eg_trainer *trainer);
+eg_status egi_trainer_save_adapter(const eg_trainer *trainer, const char *directory);
+eg_status egi_trainer_save_model(const eg_trainer *trainer, const char *path);
+size_t egi_trainer_parameter_count(const eg_trainer *trainer);
+eg_status egi_trainer_parameter_info(const eg_trainer *trainer, size_t index, eg_parameter_info *out_info);
+eg_status egi_trainer_read(const eg_trainer *trainer, size_t index, egi_state_pool pool, float *values,
+                           size_t n_values);
+eg_status egi_trainer_write(eg_trainer *trainer, size_t index, const float *values, size_t n_values);
+
+/* Mean loss over `documents` of the model with an adapter (NULL: none), without a trainer. */
+eg_status egi_evaluate_model(const eg_model *model, const char *adapter, const egi_documents *documents,
+                             uint32_t tokens, double *out_loss);
+
+/* Checks the adapter against the model and writes it as a PEFT folder that names its modules one by one. */
+eg_status egi_export_peft(const eg_model *model, const char *adapter, const char *directory);
+
+/* ---- runner --------------------------------------------------------------------------------------------------- */
+
+struct eg_runner {
+  eg_context *ctx;
+  eg_model *model;
+  egi_arena arena;
+  egi_machine machine;
+  egi_graph *generation; /* the graph with the logits as its only output; NULL until asked for */
+  egi_arena run_arena;   /* of the last run: plan options, outputs */
+  egi_plan *plan;        /* of the last run */
+  egi_session *session;
+};
+
+eg_status egi_runner_create(eg_model *model, const eg_runner_options *options, eg_runner **out_runner);
+void egi_runner_destroy(eg_runner *runner);
+eg_context *egi_runner_context(const eg_runner *runner);
+eg_status egi_runner_run(eg_runner *runner, const eg_tensor *inputs, size_t n_inputs, const eg_tensor **out_outputs,
+                         size_t *out_count);
+eg_status egi_runner_generate(eg_runner *runner, const int32_t *prompt_ids, size_t n_prompt,
+                              const eg_generate_options *options, eg_token_function on_token, void *userdata);
+/* Number of logits; 0: the graph does not say. */
+int64_t egi_runner_vocabulary(const eg_runner *runner);
+
+/* Chooses the next token from logits [n]; `scratch` has room for n pairs. */
+typedef struct egi_candidate {
+  float score;
+  int32_t token;
+} egi_candidate;
+int32_t egi_sample(const float *logits, size_t n, const eg_generate_options *options, uint64_t position,
+                   egi_candidate *scratch);
+
+#endif

@@ -1,0 +1,217 @@
+/* Making a trainer: options checked, graphs built, batches and buckets, plans against the budget, memory, first values.
+ */
+#include "train/train.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <string.h>
+
+enum { MAX_BUCKETS = 4 };
+
+static bool is_within(double value, double minimum, double maximum) {
+  return value >= minimum && value <= maximum;
+}
+
+static eg_status check_options(eg_context *ctx, const eg_trainer_options *o) {
+  const char *wrong = NULL;
+  if (!o->full && o->init_adapter == NULL && (o->rank < 1 || o->rank > 65536)) wrong = "rank";
+  if (!o->full && o->init_adapter == NULL && !is_within(o->alpha, 1e-6, 1e6)) wrong = "alpha";
+  if (!o->full && o->init_adapter == NULL && (o->targets == NULL || o->targets[0] == '\0')) wrong = "targets";
+  if (o->init != EG_LORA_INIT_DEFAULT && o->init != EG_LORA_INIT_GAUSSIAN) wrong = "init";
+  if (!is_within(o->learning_rate, 0.0, 1e6)) wrong = "learning_rate";
+  if (o->schedule < EG_SCHEDULE_CONSTANT || o->schedule > EG_SCHEDULE_WSD) wrong = "schedule";
+  if (!is_within(o->warmup, 0.0, 1e15)) wrong = "warmup";
+  if (!is_within(o->weight_decay, 0.0, 1e6)) wrong = "weight_decay";
+  if (!(o->beta1 >= 0.0 && o->beta1 < 1.0)) wrong = "beta1";
+  if (!(o->beta2 >= 0.0 && o->beta2 < 1.0)) wrong = "beta2";
+  if (!is_within(o->epsilon, 0.0, 1.0)) wrong = "epsilon";
+  if (!is_within(o->clip, 0.0, 1e12)) wrong = "clip";
+  if (o->tokens < 2) wrong = "tokens";
+  if (o->accumulate < 1) wrong = "accumulate";
+  if (o->n_steps == 0 && !(o->n_epochs > 0.0 && o->n_epochs <= 1e9)) wrong = "n_epochs";
+  if (wrong != NULL) return egi_fail(ctx, EG_ERROR_ARGUMENT, "trainer options: %s is out of range", wrong);
+  if (o->full && o->init_adapter != NULL)
+    return egi_fail(ctx, EG_ERROR_ARGUMENT, "trainer options: full training takes no init_adapter");
+  return EG_OK;
+}
+
+static eg_status copy_string(egi_arena *arena, const char **string) {
+  if (*string == NULL) return EG_OK;
+  *string = egi_arena_copy_text(arena, *string, strlen(*string));
+  return *string != NULL ? EG_OK : EG_ERROR_MEMORY;
+}
+
+static eg_status copy_options(eg_trainer *trainer, const eg_trainer_options *options) {
+  trainer->options = *options;
+  EG_TRY(copy_string(&trainer->arena, &trainer->options.device));
+  EG_TRY(copy_string(&trainer->arena, &trainer->options.targets));
+  return copy_string(&trainer->arena, &trainer->options.init_adapter);
+}
+
+static eg_status check_peft(eg_trainer *trainer, const egi_peft *peft) {
+  if (peft->config.dropout > 0.0)
+    return egi_fail(trainer->ctx, EG_ERROR_UNSUPPORTED,
+                    "%s: \"lora_dropout\" is %g; training with dropout is not supported", trainer->options.init_adapter,
+                    peft->config.dropout);
+  return EG_OK;
+}
+
+/* ---- batches and plans ---- */
+
+static eg_status report_cut(const eg_trainer *trainer) {
+  const egi_documents *documents = trainer->dataset->documents;
+  size_t n_cut = documents->n_cut;
+  for (size_t i = 0; i < documents->n_documents; i++)
+    n_cut += documents->offsets[i + 1] - documents->offsets[i] > trainer->limits.longest;
+  if (n_cut > 0)
+    egi_log(trainer->ctx, EG_LOG_WARNING, "%s: %zu of %zu documents are longer than %u tokens and were cut",
+            documents->path, n_cut, documents->n_documents, trainer->limits.longest);
+  return EG_OK;
+}
+
+static eg_status plan_batches(eg_trainer *trainer) {
+  egi_bucket *buckets;
+  egi_inputs inputs;
+  size_t n_buckets;
+  EG_TRY(egi_inputs_find(trainer->machine.graph, &trainer->arena, &inputs));
+  EG_TRY(egi_batches_make(trainer->dataset->documents, &trainer->limits, &trainer->arena, &trainer->batches,
+                          &trainer->n_batches));
+  EG_TRY(egi_buckets_choose(trainer->batches, trainer->n_batches, MAX_BUCKETS, &trainer->arena, &buckets, &n_buckets));
+  for (size_t i = 0; i < n_buckets && inputs.fixed_batch > 0; i++) buckets[i].batch = inputs.fixed_batch;
+  EG_TRY(egi_lanes_plan(&trainer->lanes, trainer->machine.graph, trainer->machine.backend, buckets, n_buckets,
+                        &trainer->arena));
+  egi_plan_options none = {.n_bindings = 0};
+  EG_TRY(egi_plan_create(trainer->ctx, trainer->optimizer, trainer->machine.backend, &none, &trainer->optimizer_plan));
+  return report_cut(trainer);
+}
+
+static uint64_t maximum(uint64_t a, uint64_t b) {
+  return a > b ? a : b;
+}
+
+static eg_status check_budget(const eg_trainer *trainer) {
+  egi_plan_bytes all = {0}, one;
+  for (size_t i = 0; i <= trainer->lanes.count; i++) {
+    egi_plan_get_bytes(i < trainer->lanes.count ? trainer->lanes.lanes[i].plan : trainer->optimizer_plan, &one);
+    all.weights = maximum(all.weights, one.weights);
+    all.transient = maximum(all.transient, one.transient);
+    all.fixed += one.fixed;
+  }
+  for (int pool = 0; pool < EGI_POOL_COUNT; pool++) {
+    uint64_t element_bytes = pool == EGI_POOL_STEP ? 1 : sizeof(float);
+    all.states += trainer->machine.module->pool_elements[pool] * element_bytes;
+  }
+  uint64_t total = all.weights + all.states + all.transient + all.fixed, budget = trainer->options.memory_budget;
+  egi_log(trainer->ctx, EG_LOG_INFO,
+          "planned bytes: %" PRIu64 " weights, %" PRIu64 " states, %" PRIu64 " activations and workspace, %" PRIu64
+          " constants",
+          all.weights, all.states, all.transient, all.fixed);
+  if (budget == 0 || total <= budget) return EG_OK;
+  return egi_fail(trainer->ctx, EG_ERROR_BUDGET,
+                  "the memory budget of %" PRIu64 " bytes is too small: %" PRIu64 " are needed (weights %" PRIu64
+                  ", states %" PRIu64 ", activations and workspace %" PRIu64 ", constants %" PRIu64 ")",
+                  budget, total, all.weights, all.states, all.transient, all.fixed);
+}
+
+/* ---- memory ---- */
+
+static eg_status allocate(eg_trainer *trainer, const egi_peft *peft) {
+  egi_machine *machine = &trainer->machine;
+  EG_TRY(egi_machine_allocate(machine));
+  if (peft != NULL)
+    EG_TRY(egi_adapters_load(machine, peft));
+  else if (!trainer->options.full)
+    EG_TRY(egi_adapters_initialise(machine, trainer->options.init, trainer->options.seed));
+  EG_TRY(egi_lanes_open(&trainer->lanes, machine->store, machine->scratch));
+  return egi_session_create(machine->store, trainer->optimizer_plan, machine->scratch, &trainer->optimizer_session);
+}
+
+/* Whole passes over the data, micro-batch by micro-batch. */
+static uint64_t count_steps(const eg_trainer *trainer) {
+  if (trainer->options.n_steps > 0) return trainer->options.n_steps;
+  double n = ceil(trainer->options.n_epochs * (double)trainer->n_batches / trainer->options.accumulate);
+  return n < 1.0 ? 1 : n < 1e18 ? (uint64_t)n : UINT64_C(1000000000000000000);
+}
+
+static void set_state(eg_trainer *trainer) {
+  const eg_trainer_options *o = &trainer->options;
+  trainer->state = (egi_step_state){.weight_decay = (float)o->weight_decay,
+                                    .beta1 = (float)o->beta1,
+                                    .beta2 = (float)o->beta2,
+                                    .epsilon = (float)o->epsilon,
+                                    .clip = (float)o->clip,
+                                    .loss_scale = 1.0f};
+}
+
+static eg_status make(eg_trainer *trainer, const egi_peft *peft) {
+  const eg_trainer_options *o = &trainer->options;
+  if (peft != NULL) EG_TRY(check_peft(trainer, peft));
+  EG_TRY(egi_machine_prepare(&trainer->machine, trainer->model, o->device, o->dtype));
+  EG_TRY(egi_trainer_build(trainer, peft));
+  EG_TRY(plan_batches(trainer));
+  EG_TRY(check_budget(trainer));
+  EG_TRY(allocate(trainer, peft));
+  trainer->n_steps = count_steps(trainer);
+  set_state(trainer);
+  return EG_OK;
+}
+
+static eg_status fill(eg_trainer *trainer, const eg_trainer_options *options) {
+  egi_peft *peft = NULL;
+  EG_TRY(check_options(trainer->ctx, options));
+  EG_TRY(copy_options(trainer, options));
+  if (options->init_adapter != NULL) EG_TRY(egi_peft_open(trainer->ctx, options->init_adapter, &peft));
+  eg_status status = make(trainer, peft);
+  /* The settings outlive the folder they were read from. */
+  if (status == EG_OK && peft != NULL) status = egi_peft_config_copy(&trainer->arena, &trainer->adapters.config);
+  egi_peft_close(peft);
+  return status;
+}
+
+eg_status egi_trainer_create(eg_model *model, eg_dataset *dataset, const eg_trainer_options *options,
+                             eg_trainer **out_trainer) {
+  eg_trainer *trainer = egi_allocate(model->ctx, EGI_PURPOSE_DATA, sizeof *trainer);
+  if (trainer == NULL) return EG_ERROR_MEMORY;
+  memset(trainer, 0, sizeof *trainer);
+  trainer->ctx = model->ctx;
+  trainer->model = model;
+  trainer->dataset = dataset;
+  egi_context_retain(model->ctx);
+  egi_model_retain(model);
+  egi_dataset_retain(dataset);
+  egi_arena_init(&trainer->arena, model->ctx, EGI_PURPOSE_DATA);
+  atomic_init(&trainer->is_stop_requested, 0);
+  eg_status status = fill(trainer, options);
+  if (status != EG_OK) {
+    egi_trainer_destroy(trainer);
+    return status;
+  }
+  *out_trainer = trainer;
+  return EG_OK;
+}
+
+void egi_trainer_destroy(eg_trainer *trainer) {
+  if (trainer == NULL) return;
+  eg_context *ctx = trainer->ctx;
+  egi_session_destroy(trainer->optimizer_session);
+  egi_plan_destroy(trainer->optimizer_plan);
+  egi_lanes_close(&trainer->lanes);
+  egi_machine_close(&trainer->machine);
+  egi_arena_clear(&trainer->arena);
+  egi_dataset_release(trainer->dataset);
+  egi_model_release(trainer->model);
+  egi_release(ctx, EGI_PURPOSE_DATA, trainer, sizeof *trainer);
+  egi_context_release(ctx);
+}
+
+eg_context *egi_trainer_context(const eg_trainer *trainer) {
+  return trainer->ctx;
+}
+
+uint64_t egi_trainer_step_count(const eg_trainer *trainer) {
+  return trainer->n_steps;
+}
+
+void egi_trainer_request_stop(eg_trainer *trainer) {
+  atomic_store(&trainer->is_stop_requested, 1);
+}

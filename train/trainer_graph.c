@@ -1,0 +1,100 @@
+/* The graphs of a trainer: the imported graph with loss and adapters, differentiated; the same before differentiation
+ * for evaluation; and the optimizer over whole pools. */
+#include "train/train.h"
+
+#include <string.h>
+
+static eg_status choose_adapters(eg_trainer *trainer, const egi_peft *peft) {
+  const eg_trainer_options *options = &trainer->options;
+  if (options->full) return EG_OK;
+  if (peft != NULL) return egi_adapters_from_peft(trainer->machine.graph, peft, &trainer->arena, &trainer->adapters);
+  return egi_adapters_choose(trainer->machine.graph, options->targets, options->rank, options->alpha, &trainer->arena,
+                             &trainer->adapters);
+}
+
+static eg_status find_vocabulary(eg_trainer *trainer) {
+  egi_inputs inputs;
+  EG_TRY(egi_inputs_find(trainer->machine.graph, &trainer->arena, &inputs));
+  EG_TRY(egi_batch_limits_make(&inputs, trainer->options.tokens, &trainer->limits));
+  EG_TRY(egi_vocabulary_find(trainer->machine.graph, &inputs, &trainer->vocabulary));
+  return egi_vocabulary_check(trainer->ctx, &trainer->vocabulary, trainer->dataset->documents);
+}
+
+static eg_status list_parameters(eg_trainer *trainer) {
+  const egi_module *module = trainer->machine.module;
+  trainer->parameters = EGI_NEW(&trainer->arena, uint32_t, module->n_states);
+  if (trainer->parameters == NULL) return EG_ERROR_MEMORY;
+  for (uint32_t i = 1; i < module->n_states; i++)
+    if (module->states[i].pool == EGI_POOL_PARAMETERS) trainer->parameters[trainer->n_parameters++] = i;
+  if (trainer->n_parameters == 0)
+    return egi_fail(trainer->ctx, EG_ERROR_UNSUPPORTED, "the model has nothing that can be trained");
+  return EG_OK;
+}
+
+/* ---- optimizer ---- */
+
+static eg_status add_pool(egi_graph *graph, egi_state_pool pool, egi_value_id *out_value) {
+  uint32_t state;
+  EG_TRY(egi_module_add_pool_state(graph->module, pool, &state));
+  return egi_graph_add_state(graph, state, out_value);
+}
+
+/* Segments of equal decay. */
+static eg_status make_segments(const eg_trainer *trainer, egi_attribute attributes[3]) {
+  egi_arena *arena = &trainer->machine.module->arena;
+  int64_t *starts = EGI_NEW(arena, int64_t, trainer->n_parameters);
+  float *decays = EGI_NEW(arena, float, trainer->n_parameters);
+  float *rates = EGI_NEW(arena, float, trainer->n_parameters);
+  uint32_t n = 0;
+  if (starts == NULL || decays == NULL || rates == NULL) return EG_ERROR_MEMORY;
+  for (size_t i = 0; i < trainer->n_parameters; i++) {
+    const egi_state *state = &trainer->machine.module->states[trainer->parameters[i]];
+    float decay = state->has_decay ? 1.0f : 0.0f;
+    if (n > 0 && !(decays[n - 1] < decay) && !(decays[n - 1] > decay)) continue;
+    starts[n] = n > 0 ? (int64_t)state->offset : 0;
+    decays[n] = decay;
+    rates[n++] = 1.0f;
+  }
+  attributes[0] = egi_attribute_ints("starts", starts, n);
+  attributes[1] = (egi_attribute){.name = "decays", .kind = EGI_ATTRIBUTE_FLOATS, .count = n, .u.floats = decays};
+  attributes[2] = (egi_attribute){.name = "rates", .kind = EGI_ATTRIBUTE_FLOATS, .count = n, .u.floats = rates};
+  return EG_OK;
+}
+
+static eg_status build_optimizer(eg_trainer *trainer) {
+  egi_module *module = trainer->machine.module;
+  egi_value_id in[6]; /* parameters, gradients, moments, step state, norm */
+  egi_attribute attributes[3];
+  EG_TRY(egi_module_add_graph(module, "optimizer", &trainer->optimizer));
+  module->pool_elements[EGI_POOL_MOMENT1] = module->pool_elements[EGI_POOL_PARAMETERS];
+  module->pool_elements[EGI_POOL_MOMENT2] = module->pool_elements[EGI_POOL_PARAMETERS];
+  EG_TRY(add_pool(trainer->optimizer, EGI_POOL_PARAMETERS, &in[0]));
+  EG_TRY(add_pool(trainer->optimizer, EGI_POOL_GRADIENTS, &in[1]));
+  EG_TRY(add_pool(trainer->optimizer, EGI_POOL_MOMENT1, &in[2]));
+  EG_TRY(add_pool(trainer->optimizer, EGI_POOL_MOMENT2, &in[3]));
+  EG_TRY(add_pool(trainer->optimizer, EGI_POOL_STEP, &in[4]));
+  EG_TRY(make_segments(trainer, attributes));
+  egi_emitter emitter = {.graph = trainer->optimizer, .status = EG_OK};
+  in[5] = egi_emit(&emitter, EGI_OP_GradientNorm, (egi_value_id[2]){in[1], in[4]}, 2, NULL, 0);
+  (void)egi_emit(&emitter, EGI_OP_AdamW, in, 6, attributes, 3);
+  EG_TRY(emitter.status);
+  EG_TRY(egi_graph_add_output(trainer->optimizer, in[5]));
+  return egi_graph_tidy(trainer->optimizer);
+}
+
+eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
+  static const char *const adapt_passes[] = {"append_loss", "graft_adapters", "eliminate_dead"};
+  static const char *const differentiate_passes[] = {"differentiate", "eliminate_common", "eliminate_dead"};
+  egi_machine *machine = &trainer->machine;
+  EG_TRY(find_vocabulary(trainer));
+  EG_TRY(choose_adapters(trainer, peft));
+  egi_adapt_options adapt = {.adapters = trainer->adapters.targets,
+                             .n_adapters = trainer->adapters.count,
+                             .is_full = trainer->options.full != 0,
+                             .has_gradient = true};
+  EG_TRY(egi_run_passes(machine->graph, adapt_passes, EGI_COUNT(adapt_passes), &adapt));
+  EG_TRY(list_parameters(trainer));
+  EG_TRY(egi_module_copy_graph(machine->module, machine->graph, "evaluate", &trainer->evaluation));
+  EG_TRY(egi_run_passes(machine->graph, differentiate_passes, EGI_COUNT(differentiate_passes), &adapt));
+  return build_optimizer(trainer);
+}

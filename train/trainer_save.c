@@ -1,0 +1,194 @@
+/* What leaves a trainer: parameters and gradients as arrays, adapters as PEFT folders, trained weights as a model. */
+#include "train/train.h"
+
+#include <string.h>
+
+static const egi_state *parameter_at(const eg_trainer *trainer, size_t index) {
+  return &trainer->machine.module->states[trainer->parameters[index]];
+}
+
+size_t egi_trainer_parameter_count(const eg_trainer *trainer) {
+  return trainer->n_parameters;
+}
+
+static eg_status check_index(const eg_trainer *trainer, size_t index) {
+  if (index < trainer->n_parameters) return EG_OK;
+  return egi_fail(trainer->ctx, EG_ERROR_ARGUMENT, "there is no parameter %zu, only %zu", index, trainer->n_parameters);
+}
+
+eg_status egi_trainer_parameter_info(const eg_trainer *trainer, size_t index, eg_parameter_info *out_info) {
+  EG_TRY(check_index(trainer, index));
+  const egi_state *state = parameter_at(trainer, index);
+  eg_parameter_info info = {.name = state->name, .rank = (uint32_t)state->rank};
+  egi_state_file_dims(state, info.dims);
+  *out_info = info;
+  return EG_OK;
+}
+
+static eg_status check_access(const eg_trainer *trainer, size_t index, size_t n_values) {
+  EG_TRY(check_index(trainer, index));
+  uint64_t count = egi_state_count(parameter_at(trainer, index));
+  if (n_values == count) return EG_OK;
+  return egi_fail(trainer->ctx, EG_ERROR_ARGUMENT, "parameter \"%s\" has %llu values, not %zu",
+                  parameter_at(trainer, index)->name, (unsigned long long)count, n_values);
+}
+
+eg_status egi_trainer_read(const eg_trainer *trainer, size_t index, egi_state_pool pool, float *values,
+                           size_t n_values) {
+  EG_TRY(check_access(trainer, index, n_values));
+  if (pool == EGI_POOL_GRADIENTS && !trainer->has_gradients)
+    return egi_fail(trainer->ctx, EG_ERROR_ARGUMENT, "there are no gradients before the first step");
+  EG_TRY(egi_state_read(&trainer->machine, parameter_at(trainer, index), pool, values));
+  if (pool == EGI_POOL_GRADIENTS)
+    for (size_t i = 0; i < n_values; i++) values[i] *= trainer->state.inverse_targets;
+  return EG_OK;
+}
+
+eg_status egi_trainer_write(eg_trainer *trainer, size_t index, const float *values, size_t n_values) {
+  EG_TRY(check_access(trainer, index, n_values));
+  return egi_state_write(&trainer->machine, parameter_at(trainer, index), EGI_POOL_PARAMETERS, values);
+}
+
+/* ---- adapters ---- */
+
+static eg_status read_tensors(const eg_trainer *trainer, egi_arena *arena, egi_safetensor *tensors) {
+  for (size_t i = 0; i < trainer->n_parameters; i++) {
+    const egi_state *state = parameter_at(trainer, i);
+    uint64_t count = egi_state_count(state);
+    float *values = EGI_NEW(arena, float, (size_t)count);
+    if (values == NULL) return EG_ERROR_MEMORY;
+    EG_TRY(egi_state_read(&trainer->machine, state, EGI_POOL_PARAMETERS, values));
+    tensors[i] = (egi_safetensor){.name = state->name,
+                                  .dtype = EG_DTYPE_F32,
+                                  .rank = state->rank,
+                                  .data = (const uint8_t *)values,
+                                  .size_bytes = count * sizeof *values};
+    egi_state_file_dims(state, tensors[i].dims);
+  }
+  return EG_OK;
+}
+
+eg_status egi_trainer_save_adapter(const eg_trainer *trainer, const char *directory) {
+  if (trainer->options.full)
+    return egi_fail(trainer->ctx, EG_ERROR_ARGUMENT, "full training has no adapter; save the model instead");
+  egi_arena arena;
+  egi_arena_init(&arena, trainer->ctx, EGI_PURPOSE_DATA);
+  egi_safetensor *tensors = EGI_NEW(&arena, egi_safetensor, trainer->n_parameters);
+  eg_status status = tensors != NULL ? read_tensors(trainer, &arena, tensors) : EG_ERROR_MEMORY;
+  if (status == EG_OK)
+    status = egi_peft_write(trainer->ctx, directory, &trainer->adapters.config, tensors, trainer->n_parameters);
+  egi_arena_clear(&arena);
+  return status;
+}
+
+/* ---- models ---- */
+
+/* Numbers of a weight in its own type, in new memory of the arena. */
+static eg_status narrow(egi_arena *arena, const float *values, uint64_t count, egi_weight *weight) {
+  uint64_t size_bytes;
+  if (!egi_dtype_bytes(weight->dtype, count, &size_bytes)) return EG_ERROR_MEMORY;
+  void *data = egi_arena_get(arena, 1, (size_t)size_bytes);
+  uint16_t *half = data;
+  double *wide = data;
+  if (data == NULL) return EG_ERROR_MEMORY;
+  switch (weight->dtype) {
+  case EG_DTYPE_F32:
+    memcpy(data, values, (size_t)size_bytes);
+    break;
+  case EG_DTYPE_F16:
+    for (uint64_t i = 0; i < count; i++) half[i] = egi_f32_to_f16(values[i]);
+    break;
+  case EG_DTYPE_BF16:
+    for (uint64_t i = 0; i < count; i++) half[i] = egi_f32_to_bf16(values[i]);
+    break;
+  case EG_DTYPE_F64:
+    for (uint64_t i = 0; i < count; i++) wide[i] = (double)values[i];
+    break;
+  default:
+    return egi_fail(arena->ctx, EG_ERROR_UNSUPPORTED, "weight \"%s\" of type %s cannot be written back", weight->name,
+                    egi_dtype_name(weight->dtype));
+  }
+  weight->bytes = (egi_bytes){.kind = EGI_BYTES_MEMORY, .data = data, .size_bytes = size_bytes};
+  return EG_OK;
+}
+
+/* The state as the graph holds it, in the type of the weight it came from. */
+static eg_status read_weight(const eg_trainer *trainer, const egi_state *state, egi_arena *arena, egi_weight *weight) {
+  uint64_t count = egi_state_count(state);
+  egi_state as_stored = *state;
+  as_stored.is_transposed = false;
+  float *values = egi_allocate(trainer->ctx, EGI_PURPOSE_DATA, (size_t)count * sizeof *values);
+  if (values == NULL) return EG_ERROR_MEMORY;
+  eg_status status = egi_state_read(&trainer->machine, &as_stored, EGI_POOL_PARAMETERS, values);
+  if (status == EG_OK) status = narrow(arena, values, count, weight);
+  egi_release(trainer->ctx, EGI_PURPOSE_DATA, values, (size_t)count * sizeof *values);
+  return status;
+}
+
+/* True when the weight belongs to this parameter alone: then it keeps its name and place in the file. */
+static bool is_sole_owner(const egi_graph *graph, const egi_parameter *parameters, size_t n, size_t index) {
+  const egi_parameter *own = &parameters[index];
+  for (size_t i = 0; i < n; i++)
+    if (i != index && parameters[i].weight == own->weight) return false;
+  for (uint32_t i = 0; i < own->n_uses; i++) {
+    bool is_transposed = false;
+    egi_value_id value = graph->nodes[own->uses[i].node].inputs[own->uses[i].input];
+    egi_value_id weight = egi_weight_below(graph, value, &is_transposed);
+    if (weight == 0 || graph->values[weight].index != own->weight) return false;
+  }
+  return true;
+}
+
+static const egi_state *find_state(const eg_trainer *trainer, const char *name) {
+  for (size_t i = 0; i < trainer->n_parameters; i++)
+    if (strcmp(parameter_at(trainer, i)->name, name) == 0) return parameter_at(trainer, i);
+  return NULL;
+}
+
+static eg_status replace_weight(const eg_trainer *trainer, egi_graph *graph, const egi_parameter *parameters, size_t n,
+                                size_t index) {
+  const egi_parameter *parameter = &parameters[index];
+  egi_module *module = graph->module;
+  const egi_state *state = find_state(trainer, parameter->name);
+  egi_weight weight = module->weights[parameter->weight];
+  egi_value_id value;
+  uint32_t added;
+  if (state == NULL)
+    return egi_fail(trainer->ctx, EG_ERROR_INTERNAL, "parameter \"%s\" was not trained", parameter->name);
+  EG_TRY(read_weight(trainer, state, &module->arena, &weight));
+  if (is_sole_owner(graph, parameters, n, index)) {
+    module->weights[parameter->weight].bytes = weight.bytes;
+    return EG_OK;
+  }
+  weight.name = parameter->name;
+  EG_TRY(egi_module_add_weight(module, &weight, &added));
+  EG_TRY(egi_graph_add_weight(graph, added, &value));
+  return egi_replace_parameter(graph, parameter, value);
+}
+
+/* The model's graph, canonical and named as for training but in its own types, with the trained weights. */
+static eg_status write_weights(const eg_trainer *trainer, egi_module *module) {
+  static const egi_pipeline_options options;
+  static const char *const clean[] = {"eliminate_dead"};
+  egi_graph *graph = module->graphs[0];
+  egi_parameter *parameters;
+  size_t n;
+  EG_TRY(egi_passes_run_stage(graph, EGI_STAGE_CANONICALISE, &options));
+  EG_TRY(egi_passes_run_stage(graph, EGI_STAGE_RECOGNISE, &options));
+  EG_TRY(egi_find_parameters(graph, &module->arena, &parameters, &n));
+  for (size_t i = 0; i < n; i++) EG_TRY(replace_weight(trainer, graph, parameters, n, i));
+  EG_TRY(egi_passes_run(graph, clean, 1, &options, NULL));
+  return egi_graph_tidy(graph);
+}
+
+eg_status egi_trainer_save_model(const eg_trainer *trainer, const char *path) {
+  egi_module *module;
+  if (!trainer->options.full)
+    return egi_fail(trainer->ctx, EG_ERROR_ARGUMENT,
+                    "only full training has a model to save; save the adapter instead");
+  EG_TRY(egi_module_clone(trainer->model->module, &module));
+  eg_status status = write_weights(trainer, module);
+  if (status == EG_OK) status = egi_module_export(module, module->graphs[0], path);
+  egi_module_destroy(module);
+  return status;
+}
