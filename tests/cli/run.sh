@@ -1,0 +1,204 @@
+#!/bin/sh
+# The command line from outside: exit codes, one line on stderr for each mistake, files that are written and files that are
+# left alone, the log's format, a run that is interrupted.
+# usage: run.sh ENGRAFT
+set -u
+engraft=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
+[ -x "$engraft" ] || { echo "$1 is no program"; exit 1; }
+work=$(mktemp -d "${TMPDIR:-/tmp}/engraft-cli-XXXXXX")
+trap 'rm -rf "$work"' EXIT
+cd "$work" || exit 1
+failures=0 checks=0
+
+fail() { failures=$((failures + 1)); echo "FAILED: $*"; }
+
+# bad CODE TEXT COMMAND…: the exit code, one line on stderr, and TEXT in it
+bad() {
+  code=$1 text=$2
+  shift 2
+  checks=$((checks + 1))
+  "$engraft" "$@" >out 2>err </dev/null
+  got=$?
+  [ "$got" -eq "$code" ] || fail "exit $got, not $code: $*: $(cat err)"
+  [ "$(wc -l <err)" -eq 1 ] || fail "$(wc -l <err) lines on stderr: $*: $(cat err)"
+  grep -qF -e "$text" err || fail "stderr does not name '$text': $*: $(cat err)"
+}
+
+# good COMMAND…: exit code 0, nothing on stderr
+good() {
+  checks=$((checks + 1))
+  "$engraft" "$@" >out 2>err </dev/null || fail "exit $?: $*: $(cat err)"
+  [ ! -s err ] || fail "stderr is not empty: $*: $(cat err)"
+}
+
+there() { checks=$((checks + 1)); [ -s "$1" ] || fail "$1 was not written"; }
+absent() { checks=$((checks + 1)); [ ! -e "$1" ] || fail "$1 was written"; }
+holds() { checks=$((checks + 1)); grep -qE -e "$2" "$1" || fail "$1 does not hold $2: $(head -n 3 "$1")"; }
+
+cat >config.json <<'END'
+{"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4,
+ "num_key_value_heads": 2, "vocab_size": 256, "tie_word_embeddings": true, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+ "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
+END
+good new --config config.json --random-weights 1 --dtype f32 -o model.onnx
+there model.onnx
+printf '{"input_ids":[1,2,3,4,5,6,7,8]}\n{"input_ids":[9,8,7,6],"prompt_length":2}\n' >data.jsonl
+
+# ---- wrong usage: 2 ----
+bad 2 'usage: engraft'
+bad 2 'frobnicate' frobnicate
+bad 2 'MODEL is missing' inspect
+bad 2 '--frob' inspect model.onnx --frob
+bad 2 'second' inspect model.onnx second
+bad 2 '--out is missing' train model.onnx --data data.jsonl
+bad 2 '--data and --text' train model.onnx --out run
+bad 2 '--data and --text' train model.onnx --out run --data data.jsonl --text data.jsonl
+bad 2 '--rank needs a value' train model.onnx --out run --data data.jsonl --rank
+bad 2 '--rank "x"' train model.onnx --out run --data data.jsonl --rank x
+bad 2 '--rank "-1"' train model.onnx --out run --data data.jsonl --rank -1
+bad 2 '--lr "1e"' train model.onnx --out run --data data.jsonl --lr 1e
+bad 2 '--lr "nan"' train model.onnx --out run --data data.jsonl --lr nan
+bad 2 '--tokens "99999999999999999999"' train model.onnx --out run --data data.jsonl --tokens 99999999999999999999
+bad 2 '--schedule "square" is not one of constant' train model.onnx --out run --data data.jsonl --schedule square
+bad 2 '--steps and --epochs' train model.onnx --out run --data data.jsonl --steps 1 --epochs 1
+bad 2 '--full takes no value' train model.onnx --out run --data data.jsonl --full=1
+bad 2 '--inputs is missing' run model.onnx --outputs o.safetensors
+bad 2 '-o is missing' rewrite model.onnx
+bad 2 '--prompt and --prompt-ids' generate model.onnx
+bad 2 '--format' export model.onnx --adapter run -o other
+bad 2 '--random-weights is missing' new --config config.json -o other.onnx
+printf '{"learning_rate": 1}' >settings.json
+bad 2 'learning_rate' train model.onnx --data data.jsonl --out run --config settings.json
+printf '{"rank": {"a": 1}}' >settings.json
+bad 2 'rank' train model.onnx --data data.jsonl --out run --config settings.json
+
+# ---- options of other versions: named, never ignored ----
+for option in '--quant nf4' '--pack bfd' '--pack sequential' '--device cuda' '--dtype bf16' '--checkpoint offload' \
+  '--optimizer adamw8bit' '--loss dpo' '--lora-dropout 0.1' '--neftune 5' '--init pissa' '--qat int4' '--plan p.json' \
+  '--packing-cache rebuild' '--double-buffer off' '--moe-dispatch loop' '--exclude x' '--target-parameters a.b' \
+  '--lora-plus 16' '--host-budget 1G' '--quant-block 128' '--double-quant off'; do
+  # shellcheck disable=SC2086 # option and value
+  bad 1 "$option is not in this version" train model.onnx --data data.jsonl --out run $option
+done
+bad 1 '--rslora is not in this version' train model.onnx --data data.jsonl --out run --rslora
+bad 1 '--resume is not in this version' train model.onnx --data data.jsonl --out run --resume
+bad 1 'plan' plan model.onnx
+bad 1 '--format gguf' export model.onnx --adapter run --format gguf -o other
+bad 1 '--weights' new --config config.json --weights . --random-weights 1 -o other.onnx
+
+# ---- bad files ----
+bad 1 'missing.onnx' inspect missing.onnx
+printf 'not a model' >broken.onnx
+bad 1 'broken.onnx' inspect broken.onnx
+head -c 2000 model.onnx >short.onnx
+bad 1 'short.onnx' train short.onnx --data data.jsonl --out run
+bad 1 'nodes' inspect model.onnx --max-nodes 3
+bad 1 'missing.jsonl' train model.onnx --data missing.jsonl --out run
+line() { printf '{"input_ids":[1,2]}\n%s\n' "$2" >bad.jsonl; bad 1 "$1" train model.onnx --data bad.jsonl --out run; }
+line 'bad.jsonl line 2: not a JSON object' '[1,2]'
+line 'line 2: no "input_ids"' '{"text":"x"}'
+line 'line 2: "input_ids" is empty' '{"input_ids":[]}'
+line 'line 2: "input_ids" holds -1' '{"input_ids":[-1]}'
+line 'line 2: 1 labels for 2 input_ids' '{"input_ids":[1,2],"labels":[1]}'
+line 'line 2: "prompt_length" 3' '{"input_ids":[1,2],"prompt_length":3}'
+line '--loss dpo' '{"chosen":[1],"rejected":[2]}'
+line 'document 2, position 2: token 256 is outside the vocabulary of 256' '{"input_ids":[1,256]}'
+line 'document 2, position 2: label 300' '{"input_ids":[1,2],"labels":[1,300]}'
+line 'line 2: string without an end' '{"input_ids":[1],"x":"'
+: >empty.jsonl
+bad 1 'empty.jsonl: the file has no documents' train model.onnx --data empty.jsonl --out run
+bad 1 'empty.jsonl: the file is empty' train model.onnx --text empty.jsonl --out run
+bad 1 'not a regular file' train model.onnx --data . --out run
+printf '{"rank": 4' >settings.json
+bad 1 'settings.json' train model.onnx --data data.jsonl --out run --config settings.json
+bad 1 'nonsense' train model.onnx --data data.jsonl --out run --targets q_proj,nonsense
+bad 1 'tokens' train model.onnx --data data.jsonl --out run --tokens 0
+bad 1 '--steps 0' train model.onnx --data data.jsonl --out run --steps 0
+bad 1 '--betas' train model.onnx --data data.jsonl --out run --betas 0.9
+bad 1 '--memory-budget' train model.onnx --data data.jsonl --out run --memory-budget lots
+bad 1 'budget of 1024 bytes' train model.onnx --data data.jsonl --out run --memory-budget 1K
+bad 1 'adapter_config.json' train model.onnx --data data.jsonl --out run --init-adapter missing
+bad 1 'no pass named "squeeze_all"' rewrite model.onnx -o other.onnx --passes squeeze_all
+bad 1 'prompt position 1' generate model.onnx --prompt-ids 999
+bad 1 '--prompt-ids: "x"' generate model.onnx --prompt-ids 1,x
+printf '{"model_type": "mamba"}' >other.json
+bad 1 'mamba' new --config other.json --random-weights 1 -o other.onnx
+printf '{"model_type": "llama", "hidden_size": 16}' >other.json
+bad 1 'intermediate_size' new --config other.json --random-weights 1 -o other.onnx
+absent run
+absent other.onnx
+
+# ---- training ----
+good train model.onnx --data data.jsonl --out run --rank 4 --alpha 8 --steps 4 --lr 1e-2 --tokens 16 --log log.jsonl \
+  --dump-gradients gradients.safetensors --save-every 1 --keep 2 --eval-data data.jsonl --eval-every 2 --threads 2
+for file in run/adapter_model.safetensors run/adapter_config.json run/checkpoint-4/adapter_config.json \
+  run/checkpoint-3/adapter_model.safetensors gradients.safetensors; do there $file; done
+absent run/checkpoint-2
+holds log.jsonl '^\{"step":1,"loss":[0-9.e-]+,"lr":0\.01,"grad_norm":[0-9.e-]+,"tokens":12,"targets":9,"tokens_per_s":[0-9.]+\}$'
+holds log.jsonl '^\{"step":4,"eval_loss":[0-9.e-]+\}$'
+[ "$(grep -c '"loss"' log.jsonl)" -eq 4 ] || fail "the log has not one line for each step"
+holds out '^step 4/4  loss'
+holds run/adapter_config.json '"r": 4,'
+holds gradients.safetensors 'base_model\.model\.model\.layers\.0\.self_attn\.q_proj\.lora_A\.weight'
+
+printf '{"rank": 2, "targets": ["q_proj", "v_proj"], "full": false, "lr": 0.001, "steps": 1, "init": null}' >settings.json
+good train model.onnx --data data.jsonl --out configured --config settings.json --rank 3
+holds configured/adapter_config.json '"r": 3,'
+bad 1 '--rank conflicts' train model.onnx --data data.jsonl --out again --init-adapter run --rank 5
+bad 1 '--targets conflicts' train model.onnx --data data.jsonl --out again --init-adapter run --targets q_proj
+mkdir spoiled
+sed 's/"r": 4/"r": 5/' run/adapter_config.json >spoiled/adapter_config.json
+cp run/adapter_model.safetensors spoiled/
+bad 1 'q_proj.lora_A.weight is [4,16], not [5,16]' train model.onnx --data data.jsonl --out again --init-adapter spoiled
+bad 1 'q_proj.lora_A.weight is [4,16], not [5,16]' eval model.onnx --data data.jsonl --adapter spoiled
+bad 1 'q_proj.lora_A.weight is [4,16], not [5,16]' export model.onnx --adapter spoiled --format peft -o exported
+head -c 300 run/adapter_model.safetensors >spoiled/adapter_model.safetensors
+bad 1 'adapter_model.safetensors' generate model.onnx --adapter spoiled --prompt x
+absent again
+absent exported
+good train model.onnx --data data.jsonl --out again --init-adapter run --rank 4 --steps 1
+good export model.onnx --adapter run --format peft -o exported
+cmp -s run/adapter_model.safetensors exported/adapter_model.safetensors || fail "the exported adapter differs"
+
+# a save that fails leaves what was there
+bad 1 'data.jsonl' train model.onnx --data data.jsonl --out data.jsonl --steps 1
+holds data.jsonl '"input_ids":\[9,8,7,6\]'
+
+# ---- the other commands ----
+good eval model.onnx --data data.jsonl --json
+holds out '^\{"loss":[0-9.]+,"perplexity":[0-9.]+,"documents":2,"tokens":12,"targets":9\}$'
+before=$(sed 's/.*"loss":\([0-9]*\).*/\1/' out)
+good eval model.onnx --data data.jsonl --adapter run
+[ "$before" -ge 5 ] || fail "random weights should know nothing: $before"
+good inspect model.onnx --json
+holds out '"model.layers.0.self_attn.q_proj"'
+good inspect model.onnx
+holds out 'down_proj'
+good generate model.onnx --prompt 'ab' --max-tokens 3 --temperature 1 --seed 5
+good generate model.onnx --prompt-ids 1,2 --max-tokens 3 --adapter run
+holds out '^[0-9]+,[0-9]+,[0-9]+$'
+good rewrite model.onnx -o rewritten.onnx --report report.json
+there rewritten.onnx
+holds report.json '"pass":"name_modules"'
+good rewrite model.onnx -o rewritten.txt --text --passes eliminate_dead
+holds rewritten.txt 'RMSNormalization'
+good eval rewritten.onnx --data data.jsonl
+good train model.onnx --data data.jsonl --out full --full --steps 2 --lr 1e-3 --log full.jsonl
+there full/model.onnx
+good eval full/model.onnx --data data.jsonl
+
+# ---- an interrupted run keeps what was learned ----
+checks=$((checks + 1))
+"$engraft" train model.onnx --data data.jsonl --out stopped --steps 100000000 --log stopped.jsonl >out 2>err &
+process=$!
+i=0
+while [ ! -s stopped.jsonl ] && [ $i -lt 200 ]; do sleep 0.1; i=$((i + 1)); done
+kill -INT $process
+wait $process
+[ $? -eq 1 ] || fail "an interrupted run should exit with 1"
+holds err 'stopped by a signal after step [0-9]+'
+there stopped/adapter_model.safetensors
+good eval model.onnx --data data.jsonl --adapter stopped
+
+echo "$checks checks, $failures failed"
+[ "$failures" -eq 0 ]

@@ -1,0 +1,19 @@
+#!/bin/sh
+# Runs ../shared/check_model.py on the standard-domain files of one reference model, when it is there; it is unpacked once.
+# usage: shared.sh ENGRAFT SHARED WORK MODEL     exit 77 = skipped
+set -eu
+engraft=$1 shared=$2 work=$3 model=$4
+if ! [ -f "$shared/check_model.py" ] || ! [ -f "$shared/models/$model.tar.xz" ] || ! command -v python3 >/dev/null; then
+  echo "skipped golden/$model: no references or no python3"
+  exit 77
+fi
+mkdir -p "$work"
+[ -d "$work/$model" ] || tar -xf "$shared/models/$model.tar.xz" -C "$work"
+status=0
+for file in "$work/$model"/model.dynamo-* "$work/$model"/model.torchscript-*; do
+  [ -f "$file" ] || continue
+  skip=packed,experts
+  case $file in *-float16.onnx) skip=$skip,train ;; esac
+  python3 "$shared/check_model.py" "$engraft" "$work" --only "$model/$(basename "$file")" --skip "$skip" || status=1
+done
+exit $status

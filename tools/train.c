@@ -1,0 +1,146 @@
+/* engraft train: adapters or whole models from a data file, with a log, evaluations and checkpoints. */
+#include "tools/train.h"
+
+#include <inttypes.h>
+#include <string.h>
+#include <unistd.h>
+
+/* Lines that a run prints when its output is no terminal. */
+enum { PRINTED_LINES = 50 };
+
+static eg_status check_conflicts(tool *t, const eg_trainer_options *options) {
+  egi_peft *peft;
+  if (options->init_adapter == NULL) return EG_OK;
+  EG_TRY(egi_peft_open(t->ctx, options->init_adapter, &peft));
+  const egi_peft_config config = peft->config;
+  const char *wrong = NULL;
+  if (tool_is_given(t, OPTION_RANK) && options->rank != config.rank) wrong = "--rank";
+  if (tool_is_given(t, OPTION_ALPHA) && (options->alpha < config.alpha || options->alpha > config.alpha))
+    wrong = "--alpha";
+  if (tool_is_given(t, OPTION_TARGETS) && (config.targets == NULL || strcmp(config.targets, options->targets) != 0))
+    wrong = "--targets";
+  if (tool_is_given(t, OPTION_INIT)) wrong = "--init";
+  egi_peft_close(peft);
+  if (wrong == NULL) return EG_OK;
+  return egi_fail(t->ctx, EG_ERROR_ARGUMENT, "%s conflicts with adapter_config.json of --init-adapter %s", wrong,
+                  options->init_adapter);
+}
+
+static eg_status create(training *run) {
+  tool *t = run->t;
+  const char *data = tool_text(t, OPTION_DATA), *text = tool_text(t, OPTION_TEXT),
+             *eval = tool_text(t, OPTION_EVAL_DATA);
+  eg_trainer_options options = EG_TRAINER_OPTIONS_INIT;
+  EG_TRY(training_options(t, &options));
+  EG_TRY(check_conflicts(t, &options));
+  EG_TRY(tool_load_model(t, &run->model));
+  EG_TRY(tool_load_dataset(t, data != NULL ? data : text, text != NULL, &run->dataset));
+  if (eval != NULL) EG_TRY(tool_load_dataset(t, eval, text != NULL, &run->evaluation));
+  EG_TRY(eg_trainer_create(run->model, run->dataset, &options, &run->trainer));
+  run->n_steps = eg_trainer_step_count(run->trainer);
+  return EG_OK;
+}
+
+/* ---- what a step leaves behind ---- */
+
+static eg_status log_line(training *run, const char *line) {
+  if (run->log == NULL) return EG_OK;
+  if (fputs(line, run->log) >= 0 && fflush(run->log) == 0) return EG_OK;
+  return egi_fail(run->t->ctx, EG_ERROR_IO, "%s: write failed", tool_text(run->t, OPTION_LOG));
+}
+
+static eg_status log_step(training *run, const eg_step_report *report) {
+  char line[320];
+  double speed = report->seconds > 0.0 ? (double)report->n_tokens / report->seconds : 0.0;
+  snprintf(line, sizeof line,
+           "{\"step\":%" PRIu64 ",\"loss\":%.9g,\"lr\":%.9g,\"grad_norm\":%.9g,\"tokens\":%" PRIu64
+           ",\"targets\":%" PRIu64 ",\"tokens_per_s\":%.1f}\n",
+           report->step, report->loss, report->learning_rate, report->gradient_norm, report->n_tokens,
+           report->n_targets, speed);
+  EG_TRY(log_line(run, line));
+  uint64_t stride = run->n_steps / PRINTED_LINES + 1;
+  bool is_last = report->step == run->n_steps;
+  if (!run->is_terminal && report->step % stride != 0 && report->step != 1 && !is_last) return EG_OK;
+  printf("%sstep %" PRIu64 "/%" PRIu64 "  loss %.4f  lr %.3g  norm %.3g  %.0f tokens/s%s", run->is_terminal ? "\r" : "",
+         report->step, run->n_steps, report->loss, report->learning_rate, report->gradient_norm, speed,
+         run->is_terminal && !is_last ? "\033[K" : "\n");
+  fflush(stdout);
+  return EG_OK;
+}
+
+static eg_status evaluate(training *run, uint64_t step) {
+  char line[96];
+  uint64_t every = run->t->values[OPTION_EVAL_EVERY].count, patience = run->t->values[OPTION_PATIENCE].count;
+  double loss;
+  if (run->evaluation == NULL || (step != run->n_steps && (every == 0 || step % every != 0))) return EG_OK;
+  EG_TRY(eg_trainer_evaluate(run->trainer, run->evaluation, &loss));
+  snprintf(line, sizeof line, "{\"step\":%" PRIu64 ",\"eval_loss\":%.9g}\n", step, loss);
+  EG_TRY(log_line(run, line));
+  printf("%sstep %" PRIu64 "  evaluation loss %.4f\n", run->is_terminal ? "\r\033[K" : "", step, loss);
+  bool is_better = !run->has_best || loss < run->best_loss;
+  if (is_better) run->best_loss = loss;
+  run->has_best = true;
+  run->n_worse = is_better ? 0 : run->n_worse + 1;
+  if (patience > 0 && run->n_worse >= patience) run->is_finished = true;
+  return EG_OK;
+}
+
+static eg_status step(training *run) {
+  const tool *t = run->t;
+  eg_step_report report;
+  EG_TRY(eg_trainer_step(run->trainer, &report));
+  run->n_done = report.step;
+  EG_TRY(log_step(run, &report));
+  if (report.step == 1 && tool_text(t, OPTION_DUMP_GRADIENTS) != NULL) EG_TRY(training_dump_gradients(run));
+  EG_TRY(evaluate(run, report.step));
+  uint64_t every = t->values[OPTION_SAVE_EVERY].count;
+  if (every > 0 && report.step % every == 0) EG_TRY(training_save_checkpoint(run, report.step));
+  return EG_OK;
+}
+
+/* ---- the run ---- */
+
+static eg_status open_outputs(training *run) {
+  const char *log = tool_text(run->t, OPTION_LOG);
+  run->is_terminal = isatty(STDOUT_FILENO) != 0;
+  EG_TRY(egi_make_directory(run->t->ctx, tool_text(run->t, OPTION_OUT)));
+  if (log == NULL) return EG_OK;
+  run->log = fopen(log, "w");
+  return run->log != NULL ? EG_OK : egi_fail(run->t->ctx, EG_ERROR_IO, "%s: cannot be written", log);
+}
+
+static eg_status train(training *run) {
+  EG_TRY(create(run));
+  EG_TRY(open_outputs(run));
+  atomic_store(&run->watched, run->trainer);
+  eg_status status = EG_OK;
+  while (status == EG_OK && run->n_done < run->n_steps && !run->is_finished) status = step(run);
+  if (status != EG_OK && status != EG_ERROR_STOPPED) {
+    if (run->is_terminal && run->n_done > 0) putchar('\n');
+    return status;
+  }
+  EG_TRY(training_save(run, tool_text(run->t, OPTION_OUT)));
+  if (status == EG_ERROR_STOPPED)
+    return egi_fail(run->t->ctx, status, "stopped by a signal after step %" PRIu64 "; what was learned is in %s",
+                    run->n_done, tool_text(run->t, OPTION_OUT));
+  return EG_OK;
+}
+
+int tool_train(tool *t) {
+  training run = {.t = t};
+  if (tool_text(t, OPTION_OUT) == NULL) return tool_fail_usage(t, "--out is missing");
+  if ((tool_text(t, OPTION_DATA) == NULL) == (tool_text(t, OPTION_TEXT) == NULL))
+    return tool_fail_usage(t, "one of --data and --text is needed");
+  if (tool_is_given(t, OPTION_STEPS) && tool_is_given(t, OPTION_EPOCHS))
+    return tool_fail_usage(t, "--steps and --epochs exclude each other");
+  eg_status status = training_watch_signals(&run);
+  if (status == EG_OK) status = train(&run);
+  training_unwatch_signals(&run);
+  if (run.log != NULL && fclose(run.log) != 0 && status == EG_OK)
+    status = egi_fail(t->ctx, EG_ERROR_IO, "%s: write failed", tool_text(t, OPTION_LOG));
+  eg_trainer_destroy(run.trainer);
+  eg_dataset_destroy(run.evaluation);
+  eg_dataset_destroy(run.dataset);
+  eg_model_destroy(run.model);
+  return status == EG_OK ? 0 : tool_fail_status(t, status);
+}

@@ -1,0 +1,57 @@
+/* Command-line options -> eg_trainer_options. */
+#include "tools/train.h"
+
+#include <string.h>
+
+static eg_status narrow(tool *t, const char *name, uint64_t value, uint32_t *out) {
+  if (value > UINT32_MAX) return egi_fail(t->ctx, EG_ERROR_ARGUMENT, "%s is out of range", name);
+  *out = (uint32_t)value;
+  return EG_OK;
+}
+
+static eg_status parse_betas(tool *t, eg_trainer_options *options) {
+  const char *text = tool_text(t, OPTION_BETAS), *comma = strchr(text, ',');
+  char *first = comma != NULL ? egi_arena_copy_text(&t->arena, text, (size_t)(comma - text)) : NULL;
+  if (first == NULL || !tool_parse_real(first, &options->beta1) || !tool_parse_real(comma + 1, &options->beta2))
+    return egi_fail(t->ctx, EG_ERROR_ARGUMENT, "--betas \"%s\" are not two numbers with a comma between", text);
+  return EG_OK;
+}
+
+static eg_schedule parse_schedule(const char *text) {
+  static const char *const names[] = {"constant", "linear", "cosine", "wsd"};
+  for (size_t i = 0; i < EGI_COUNT(names); i++)
+    if (strcmp(names[i], text) == 0) return (eg_schedule)i;
+  return EG_SCHEDULE_CONSTANT;
+}
+
+static eg_status parse_budget(tool *t, eg_trainer_options *options) {
+  const char *text = tool_text(t, OPTION_MEMORY_BUDGET);
+  if (strcmp(text, "auto") == 0) return EG_OK;
+  if (tool_parse_count(text, &options->memory_budget) && options->memory_budget > 0) return EG_OK;
+  return egi_fail(t->ctx, EG_ERROR_ARGUMENT, "--memory-budget \"%s\" is neither a number of bytes nor auto", text);
+}
+
+eg_status training_options(tool *t, eg_trainer_options *options) {
+  options->device = tool_text(t, OPTION_DEVICE);
+  options->full = tool_is_given(t, OPTION_FULL);
+  options->alpha = t->values[OPTION_ALPHA].number;
+  options->targets = tool_text(t, OPTION_TARGETS);
+  options->init_adapter = tool_text(t, OPTION_INIT_ADAPTER);
+  options->init = strcmp(tool_text(t, OPTION_INIT), "gaussian") == 0 ? EG_LORA_INIT_GAUSSIAN : EG_LORA_INIT_DEFAULT;
+  options->learning_rate = t->values[OPTION_LR].number;
+  options->schedule = parse_schedule(tool_text(t, OPTION_SCHEDULE));
+  options->warmup = t->values[OPTION_WARMUP].number;
+  options->weight_decay = t->values[OPTION_WEIGHT_DECAY].number;
+  options->epsilon = t->values[OPTION_EPS].number;
+  options->clip = t->values[OPTION_CLIP].number;
+  options->n_steps = t->values[OPTION_STEPS].count;
+  options->n_epochs = t->values[OPTION_EPOCHS].number;
+  options->seed = t->values[OPTION_SEED].count;
+  if (tool_is_given(t, OPTION_STEPS) && options->n_steps == 0)
+    return egi_fail(t->ctx, EG_ERROR_ARGUMENT, "--steps 0 trains nothing");
+  EG_TRY(narrow(t, "--rank", t->values[OPTION_RANK].count, &options->rank));
+  EG_TRY(narrow(t, "--tokens", t->values[OPTION_TOKENS].count, &options->tokens));
+  EG_TRY(narrow(t, "--accumulate", t->values[OPTION_ACCUMULATE].count, &options->accumulate));
+  EG_TRY(parse_budget(t, options));
+  return parse_betas(t, options);
+}
