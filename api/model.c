@@ -17,7 +17,7 @@ static void set_limits(const eg_model_options *options, egi_onnx_limits *limits)
 
 /* From the imported module to one graph of known operators with known shapes. */
 static eg_status settle(eg_context *ctx, egi_module *module) {
-  static const char *const names[] = {"inline_functions"};
+  static const char *const names[] = {"inline_functions", "lower_operators"};
   static const egi_pipeline_options options;
   if (module->n_graphs == 0) return egi_fail(ctx, EG_ERROR_FORMAT, "the file has no graph");
   module->evaluator = egi_evaluator_cpu();

@@ -28,8 +28,8 @@ typedef struct egi_kernel_call {
   unsigned n_inputs, n_outputs;
   const void *params;
   void *workspace;
-  egi_pool *pool;  /* CPU */
-  void *stream;    /* CUDA */
+  egi_pool *pool; /* CPU */
+  void *stream;   /* CUDA */
 } egi_kernel_call;
 
 enum {
@@ -37,9 +37,9 @@ enum {
   EGI_KERNEL_STRIDED_OUTPUTS = 2, /* writes any strides: may write into a piece of a concatenation */
   EGI_KERNEL_IN_PLACE_0 = 4,      /* output 0 may be the memory of input 0 when that dies here (same shape, dtype) */
   EGI_KERNEL_IN_PLACE_1 = 8,
-  EGI_KERNEL_UPDATES_0 = 16,      /* output 0 *is* input 0, updated (states) */
-  EGI_KERNEL_NARROW_WEIGHTS = 32  /* where the graph has Cast(f16 or bf16 weight -> f32), the kernel takes the weight as it
-                                     is: the planner skips the Cast */
+  EGI_KERNEL_UPDATES_0 = 16,     /* output 0 *is* input 0, updated (states) */
+  EGI_KERNEL_NARROW_WEIGHTS = 32 /* where the graph has Cast(f16 or bf16 weight -> f32), the kernel takes the weight as
+                                    it is: the planner skips the Cast */
 };
 
 typedef struct egi_kernel {
@@ -49,6 +49,9 @@ typedef struct egi_kernel {
   eg_status (*prepare)(egi_kernel_plan *plan);
   /* Cannot fail for reasons known at plan time; EG_ERROR_DATA for indices out of range. */
   eg_status (*run)(eg_context *ctx, const egi_kernel_call *call);
+  /* Where sizes of results depend on data: sets the dims of outputs (type and rank are set) that inputs, all of them
+   * with data, lead to. NULL: shape inference knows them. */
+  eg_status (*measure)(const egi_kernel_plan *plan, egi_tensor *outputs);
 } egi_kernel;
 
 /* ---- backends ------------------------------------------------------------------------------------------------- */
@@ -82,7 +85,8 @@ const egi_evaluator *egi_evaluator_cpu(void);
 /* Weights and state pools of one module on one device, shared by every session over it. On a host backend weights are
  * used in place when aligned for their type, else copied once. */
 typedef struct egi_store egi_store;
-eg_status egi_store_create(eg_context *ctx, const egi_module *module, const egi_backend *backend, egi_store **out_store);
+eg_status egi_store_create(eg_context *ctx, const egi_module *module, const egi_backend *backend,
+                           egi_store **out_store);
 void egi_store_destroy(egi_store *store);
 /* Makes one weight resident (EG_ERROR_MEMORY, _IO). Called by the planner for the weights that a plan uses. */
 eg_status egi_store_load(egi_store *store, uint32_t weight, void **out_data);
@@ -90,6 +94,12 @@ eg_status egi_store_load(egi_store *store, uint32_t weight, void **out_data);
 eg_status egi_store_make_pools(egi_store *store);
 void *egi_store_pool(const egi_store *store, egi_state_pool pool);
 egi_device *egi_store_device(const egi_store *store);
+
+/* Runs an entry point once, node by node, whatever its shapes depend on: for graphs that plans refuse as dynamic.
+ * Tensors are contiguous host memory; outputs are allocated in `arena`. The store is of the graph's module, on the CPU.
+ */
+eg_status egi_eager_run(egi_store *store, const egi_graph *graph, const egi_tensor *inputs, egi_arena *arena,
+                        egi_tensor *outputs);
 
 /* ---- plan ----------------------------------------------------------------------------------------------------- */
 
@@ -99,6 +109,7 @@ typedef struct egi_plan_options {
   const egi_binding *bindings; /* every symbol of the graph's inputs */
   size_t n_bindings;
   uint64_t memory_budget; /* bytes for transient buffers; 0: none */
+  bool *out_is_dynamic;   /* may be NULL; set when the plan fails since shapes or the course depend on data */
 } egi_plan_options;
 
 /* The numbers that the graph's symbols have when its inputs are these tensors (one for each input; data is not looked
@@ -108,7 +119,7 @@ eg_status egi_bindings_solve(const egi_graph *graph, const egi_tensor *inputs, e
 
 /* Bytes a plan needs, by what they are for. */
 typedef struct egi_plan_bytes {
-  uint64_t weights;   /* used by this plan, resident */
+  uint64_t weights; /* used by this plan, resident */
   uint64_t states;
   uint64_t saved;     /* high-water mark of values that live across the loss (activations kept for backward) */
   uint64_t transient; /* size of the buffer all values and workspace share */

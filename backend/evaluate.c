@@ -6,18 +6,25 @@
 
 /* ---- one node ------------------------------------------------------------------------------------------------- */
 
-static eg_status make_output(const egi_graph *graph, egi_value_id id, const egi_binding_list *list, egi_arena *arena,
-                             egi_tensor *out) {
+/* Type and sizes as far as inference knows them; with `is_measured` a size may be open: -1. */
+static eg_status shape_output(const egi_graph *graph, egi_value_id id, const egi_binding_list *list, bool is_measured,
+                              egi_tensor *out) {
   const egi_value *value = &graph->values[id];
-  uint64_t size_bytes = 0;
   if (value->rank < 0) return egi_fail(graph->module->ctx, EG_ERROR_SHAPE, "\"%s\" has no known shape", value->name);
   *out = (egi_tensor){.dtype = value->dtype, .rank = value->rank};
   for (int i = 0; i < value->rank; i++) {
-    if (!egi_dim_evaluate(graph->module->dims, value->dims[i], list->bindings, list->n, &out->dims[i]) ||
-        out->dims[i] < 0) {
+    bool is_known = egi_dim_evaluate(graph->module->dims, value->dims[i], list->bindings, list->n, &out->dims[i]);
+    if (is_known && out->dims[i] >= 0) continue;
+    out->dims[i] = -1;
+    if (!is_measured)
       return egi_fail(graph->module->ctx, EG_ERROR_SHAPE, "\"%s\": dimension %d has no known size", value->name, i);
-    }
   }
+  return EG_OK;
+}
+
+static eg_status make_output(const egi_graph *graph, egi_value_id id, egi_arena *arena, egi_tensor *out) {
+  const egi_value *value = &graph->values[id];
+  uint64_t size_bytes = 0;
   egi_tensor_set_contiguous(out);
   if (!egi_dtype_bytes(out->dtype, (uint64_t)egi_tensor_count(out), &size_bytes)) {
     return egi_fail(graph->module->ctx, EG_ERROR_SHAPE, "\"%s\" is too large", value->name);
@@ -81,11 +88,11 @@ static eg_status evaluate_node(eg_context *ctx, const egi_graph *graph, egi_node
     EG_TRY(align_input(&copies[i], arena));
     EG_TRY(egi_bind_value(graph, node->inputs[i], &inputs[i], arena, &list));
   }
+  bool is_measured = kernel->measure != NULL;
   for (uint32_t i = 0; i < node->n_outputs; i++) {
     outputs[i] = (egi_tensor){0};
-    if (node->outputs[i] != 0) EG_TRY(make_output(graph, node->outputs[i], &list, arena, &outputs[i]));
+    if (node->outputs[i] != 0) EG_TRY(shape_output(graph, node->outputs[i], &list, is_measured, &outputs[i]));
   }
-  share_updated(kernel, copies, outputs);
   egi_kernel_plan plan = {.ctx = ctx,
                           .graph = graph,
                           .node = id,
@@ -94,6 +101,11 @@ static eg_status evaluate_node(eg_context *ctx, const egi_graph *graph, egi_node
                           .n_inputs = node->n_inputs,
                           .n_outputs = node->n_outputs,
                           .arena = arena};
+  if (is_measured) EG_TRY(kernel->measure(&plan, outputs));
+  for (uint32_t i = 0; i < node->n_outputs; i++) {
+    if (node->outputs[i] != 0) EG_TRY(make_output(graph, node->outputs[i], arena, &outputs[i]));
+  }
+  share_updated(kernel, copies, outputs);
   if (kernel->prepare != NULL) EG_TRY(kernel->prepare(&plan));
   return run_prepared(kernel, &plan);
 }

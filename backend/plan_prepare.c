@@ -64,12 +64,22 @@ static eg_status add_workspace(egi_planner *planner, egi_step *step, uint64_t si
   return EG_OK;
 }
 
+/* A small list of integers after the first input that is computed by the graph: kernels ask for its content. */
+static void note_dynamic(const egi_planner *planner, const egi_step *step, const egi_kernel_plan *plan) {
+  for (uint32_t i = 1; i < step->n_inputs && planner->options->out_is_dynamic != NULL; i++) {
+    const egi_tensor *input = &plan->inputs[i];
+    bool is_list = (input->dtype == EG_DTYPE_I64 || input->dtype == EG_DTYPE_I32) && input->rank <= 1;
+    if (is_list && input->data == NULL) *planner->options->out_is_dynamic = true;
+  }
+}
+
 static eg_status prepare(egi_planner *planner, egi_step *step) {
   if (step->kernel == NULL) {
     return egi_fail_node(planner->graph, step->node, EG_ERROR_UNSUPPORTED, "no kernel");
   }
-  egi_kernel_plan kernel_plan;
+  egi_kernel_plan kernel_plan = {0};
   eg_status status = egi_plan_prepare_step(planner, step, &planner->plan->arena, &kernel_plan);
+  if (status == EG_ERROR_UNSUPPORTED) note_dynamic(planner, step, &kernel_plan);
   if (status == EG_ERROR_UNSUPPORTED && step->is_copy) {
     const egi_tensor *tensor = &planner->plan->operands[step->first_operand].tensor;
     return egi_fail_node(planner->graph, step->node, status, "its input of type %s cannot be copied",

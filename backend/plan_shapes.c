@@ -64,12 +64,18 @@ static eg_status find_missing_symbol(egi_planner *planner, egi_dim dim, const ch
   return EG_OK;
 }
 
+static void note_dynamic(const egi_planner *planner) {
+  if (planner->options->out_is_dynamic != NULL) *planner->options->out_is_dynamic = true;
+}
+
 static eg_status fail_dim(egi_planner *planner, egi_value_id value, egi_dim dim) {
   const char *name = planner->graph->values[value].name, *symbol = NULL;
   if (dim == EGI_DIM_NONE) {
-    return egi_fail(planner->ctx, EG_ERROR_SHAPE, "value \"%s\": its shape is not known", name);
+    note_dynamic(planner);
+    return egi_fail(planner->ctx, EG_ERROR_SHAPE, "value \"%s\": its shape is not known before the graph runs", name);
   }
   EG_TRY(find_missing_symbol(planner, dim, &symbol));
+  if (symbol == NULL) note_dynamic(planner);
   if (symbol != NULL) {
     return egi_fail(planner->ctx, EG_ERROR_ARGUMENT, "value \"%s\": no size is given for the dimension \"%s\"", name,
                     symbol);
@@ -90,6 +96,7 @@ static eg_status resolve_value(evaluation *run, egi_value_id id) {
   if (tensor->dtype != EG_DTYPE_UNDEFINED) return EG_OK;
   if (value->rank < 0 || value->rank > EGI_MAX_RANK) return fail_dim(planner, id, EGI_DIM_NONE);
   if (!egi_dtype_is_known((int64_t)value->dtype)) {
+    note_dynamic(planner);
     return egi_fail(planner->ctx, EG_ERROR_SHAPE, "value \"%s\": its type is not known", value->name);
   }
   uint64_t count = 1, size_bytes = 0;
@@ -192,6 +199,11 @@ static eg_status resolve_node(evaluation *run, egi_node_id id) {
   egi_planner *planner = run->planner;
   const egi_node *node = &planner->graph->nodes[id];
   bool is_fixed = node->op == EGI_OP_UNKNOWN || !has_effect(planner, node);
+  if (node->op == EGI_OP_If || node->op == EGI_OP_Loop || node->op == EGI_OP_Scan) {
+    note_dynamic(planner);
+    return egi_fail_node(planner->graph, id, EG_ERROR_UNSUPPORTED,
+                         "what it runs is decided by data, which a plan cannot follow");
+  }
   for (uint32_t i = 0; i < node->n_inputs; i++) {
     egi_value_id value = node->inputs[i];
     if (value == 0) continue;

@@ -148,7 +148,7 @@ eg_status egi_mapping_open(eg_context *ctx, const char *path, egi_mapping *out_m
 void egi_mapping_close(egi_mapping *mapping);
 
 /* Output through PATH.tmp-PID, renamed by egi_file_commit(), removed by egi_file_abandon(): a failed save leaves the
- * old file as it was. */
+ * old file as it was. A PATH that is a device or a pipe is written itself. */
 typedef struct egi_file egi_file;
 eg_status egi_file_create(eg_context *ctx, const char *path, egi_file **out_file);
 eg_status egi_file_write(egi_file *file, const void *bytes, size_t size_bytes);

@@ -1,4 +1,5 @@
-/* Files: mapped whole for reading; written beside their name and renamed at the end. */
+/* Files: mapped whole for reading; written beside their name and renamed at the end. Devices and pipes are written as
+ * they are: a rename would put a file in their place. */
 #include "base/base.h"
 
 #include <errno.h>
@@ -10,7 +11,7 @@
 
 eg_status egi_mapping_open(eg_context *ctx, const char *path, egi_mapping *out_mapping) {
   struct stat info;
-  int file = open(path, O_RDONLY | O_CLOEXEC);
+  int file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a pipe must not block before it is refused */
   if (file < 0) return egi_fail(ctx, EG_ERROR_IO, "%s: %s", path, strerror(errno));
   if (fstat(file, &info) != 0 || !S_ISREG(info.st_mode)) {
     close(file);
@@ -40,6 +41,7 @@ void egi_mapping_close(egi_mapping *mapping) {
 struct egi_file {
   egi_arena arena;
   const char *path, *temporary;
+  bool is_direct; /* no temporary file */
   FILE *stream;
 };
 
@@ -50,17 +52,19 @@ static void free_file(egi_file *file) {
 
 eg_status egi_file_create(eg_context *ctx, const char *path, egi_file **out_file) {
   egi_arena arena;
+  struct stat info;
   egi_arena_init(&arena, ctx, EGI_PURPOSE_DATA);
   egi_file *file = EGI_NEW(&arena, egi_file, 1);
   if (file == NULL) return EG_ERROR_MEMORY;
   file->path = egi_arena_copy_text(&arena, path, strlen(path));
   file->temporary = egi_arena_format(&arena, "%s.tmp-%ld", path, (long)getpid());
+  file->is_direct = stat(path, &info) == 0 && !S_ISREG(info.st_mode);
   file->arena = arena;
   if (file->path == NULL || file->temporary == NULL) {
     free_file(file);
     return EG_ERROR_MEMORY;
   }
-  file->stream = fopen(file->temporary, "wb");
+  file->stream = fopen(file->is_direct ? path : file->temporary, "wb");
   if (file->stream == NULL) {
     eg_status status = egi_fail(ctx, EG_ERROR_IO, "%s: cannot be written: %s", path, strerror(errno));
     free_file(file);
@@ -77,11 +81,12 @@ eg_status egi_file_write(egi_file *file, const void *bytes, size_t size_bytes) {
 
 eg_status egi_file_commit(egi_file *file) {
   eg_status status = EG_OK;
-  bool is_written = fflush(file->stream) == 0 && fsync(fileno(file->stream)) == 0;
+  bool is_written = fflush(file->stream) == 0 && (file->is_direct || fsync(fileno(file->stream)) == 0);
   is_written = fclose(file->stream) == 0 && is_written;
-  if (!is_written || rename(file->temporary, file->path) != 0) {
+  is_written = is_written && (file->is_direct || rename(file->temporary, file->path) == 0);
+  if (!is_written) {
     status = egi_fail(file->arena.ctx, EG_ERROR_IO, "%s: write failed: %s", file->path, strerror(errno));
-    remove(file->temporary);
+    if (!file->is_direct) remove(file->temporary);
   }
   free_file(file);
   return status;
@@ -90,7 +95,7 @@ eg_status egi_file_commit(egi_file *file) {
 void egi_file_abandon(egi_file *file) {
   if (file == NULL) return;
   fclose(file->stream);
-  remove(file->temporary);
+  if (!file->is_direct) remove(file->temporary);
   free_file(file);
 }
 

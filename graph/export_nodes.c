@@ -107,6 +107,7 @@ static eg_status export_attributes(egi_exporter *exporter, const egi_node *node,
   row->n_attribute = 0;
   for (uint16_t i = 0; i < node->n_attributes; i++) {
     const egi_attribute *attribute = &node->attributes[i];
+    if (!strcmp(attribute->name, EGI_CAPTURES)) continue;
     EG_TRY(egi_export_attribute(exporter, attribute, find_origin(origin, attribute->name),
                                 &row->attribute[row->n_attribute++]));
   }
@@ -156,6 +157,70 @@ static eg_status export_node(egi_exporter *exporter, const egi_graph *graph, egi
   return export_attributes(exporter, node, origin, row);
 }
 
+/* ---- captured values ------------------------------------------------------------------------------------------ */
+
+static uint32_t count_captures(const egi_node *node) {
+  int64_t count = egi_node_int(node, EGI_CAPTURES, 0);
+  return count < 0 || count > node->n_inputs ? 0 : (uint32_t)count;
+}
+
+/* A value with another name than the one that the bodies of a node see it under gets that name by an Identity. */
+static eg_status export_alias(egi_exporter *exporter, const egi_graph *graph, egi_value_id value, const char *name,
+                              Onnx__NodeProto **out_node) {
+  egi_value_id other = egi_graph_find_value(graph, name);
+  *out_node = NULL;
+  if (other == value || !strcmp(graph->values[value].name, name)) return EG_OK;
+  if (other != 0)
+    return egi_fail(exporter->ctx, EG_ERROR_UNSUPPORTED, "%s: a body takes \"%s\" for \"%s\", which is another tensor",
+                    exporter->path, name, graph->values[value].name);
+  Onnx__NodeProto *row = EGI_NEW(&exporter->arena, Onnx__NodeProto, 1);
+  char **names = EGI_NEW(&exporter->arena, char *, 2);
+  if (!row || !names) return EG_ERROR_MEMORY;
+  onnx__node_proto__init(row);
+  names[0] = egi_export_text(graph->values[value].name);
+  names[1] = egi_export_text(name);
+  row->op_type = egi_export_text("Identity");
+  row->input = names;
+  row->output = names + 1;
+  row->n_input = row->n_output = 1;
+  *out_node = row;
+  return EG_OK;
+}
+
+/* Bodies see captured values by name again: the last inputs of the node and of its bodies go. Aliases stand before. */
+static eg_status export_captures(egi_exporter *exporter, const egi_graph *graph, egi_node_id id, Onnx__NodeProto *row,
+                                 Onnx__NodeProto **nodes, size_t *count) {
+  const egi_node *node = &graph->nodes[id];
+  uint32_t n_captures = count_captures(node);
+  row->n_input -= n_captures;
+  while (n_captures > 0 && row->n_input > 0 && !row->input[row->n_input - 1][0]) row->n_input--;
+  for (size_t i = 0; i < row->n_attribute; i++) {
+    Onnx__GraphProto *body = row->attribute[i]->g;
+    if (!body || body->n_input < n_captures) continue;
+    body->n_input -= n_captures;
+    for (uint32_t k = 0; k < n_captures; k++) {
+      Onnx__NodeProto *alias = NULL;
+      const char *name = body->input[body->n_input + k]->name;
+      bool is_there = false;
+      for (size_t a = 0; a < *count && !is_there; a++)
+        is_there = nodes[a]->n_output > 0 && !strcmp(nodes[a]->output[0], name);
+      if (!is_there) EG_TRY(export_alias(exporter, graph, node->inputs[node->n_inputs - n_captures + k], name, &alias));
+      if (alias) nodes[(*count)++] = alias;
+    }
+  }
+  return EG_OK;
+}
+
+/* The node, after the aliases that its bodies need. */
+static eg_status export_with_captures(egi_exporter *exporter, const egi_graph *graph, egi_node_id id,
+                                      Onnx__NodeProto **nodes, size_t *count) {
+  Onnx__NodeProto *row;
+  EG_TRY(export_node(exporter, graph, id, &row));
+  if (count_captures(&graph->nodes[id]) > 0) EG_TRY(export_captures(exporter, graph, id, row, nodes, count));
+  nodes[(*count)++] = row;
+  return EG_OK;
+}
+
 static eg_status export_constant(egi_exporter *exporter, const egi_graph *graph, egi_value_id value,
                                  Onnx__NodeProto **out_node) {
   const egi_weight *weight = &exporter->module->weights[graph->values[value].index];
@@ -181,12 +246,13 @@ static eg_status export_constant(egi_exporter *exporter, const egi_graph *graph,
 eg_status egi_export_nodes(egi_exporter *exporter, const egi_graph *graph, bool has_constants,
                            Onnx__NodeProto ***out_nodes, size_t *out_count) {
   size_t count = 0, capacity = (size_t)graph->n_nodes + (has_constants ? graph->n_values : 0);
+  for (egi_node_id n = 1; n < graph->n_nodes; n++) capacity += 2 * (size_t)count_captures(&graph->nodes[n]);
   Onnx__NodeProto **nodes = EGI_NEW(&exporter->arena, Onnx__NodeProto *, capacity);
   if (!nodes) return EG_ERROR_MEMORY;
   for (egi_value_id v = 1; has_constants && v < graph->n_values; v++)
     if (graph->values[v].kind == EGI_VALUE_WEIGHT) EG_TRY(export_constant(exporter, graph, v, &nodes[count++]));
   for (egi_node_id n = 1; n < graph->n_nodes; n++)
-    if (graph->nodes[n].op != EGI_OP_NONE) EG_TRY(export_node(exporter, graph, n, &nodes[count++]));
+    if (graph->nodes[n].op != EGI_OP_NONE) EG_TRY(export_with_captures(exporter, graph, n, nodes, &count));
   *out_nodes = nodes;
   *out_count = count;
   return EG_OK;

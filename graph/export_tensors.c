@@ -10,17 +10,33 @@
 /* Smaller weights stay in the message even when there is a data file. */
 #define SMALLEST_PIECE 1024u
 
-/* Where a file of external data lies seen from the new directory; NULL: not under it. */
+/* `name` as it was opened, with its directory's links followed but not its own: a cache of links stays one. */
+static eg_status resolve_directory(egi_exporter *exporter, const char *name, char *resolved, const char **out_path) {
+  const char *slash = strrchr(name, '/'), *directory = egi_path_directory(&exporter->arena, name);
+  if (!directory) return EG_ERROR_MEMORY;
+  *out_path = realpath(directory, resolved)
+                  ? egi_path_join(&exporter->arena, strcmp(resolved, "/") ? resolved : "", slash ? slash + 1 : name)
+                  : "";
+  return *out_path ? EG_OK : EG_ERROR_MEMORY;
+}
+
+/* Where a file of external data lies seen from the new directory; NULL: not under it. Of a module that was made in
+ * memory `name` is the path of the file. */
 static eg_status resolve_location(egi_exporter *exporter, const char *name, const char **out_location) {
-  char *path = egi_path_join(&exporter->arena, egi_onnx_directory(exporter->module->file), name);
+  const egi_onnx *file = exporter->module->file;
+  const char *path = file ? egi_path_join(&exporter->arena, egi_onnx_directory(file), name) : name;
   char *resolved = egi_arena_get(&exporter->arena, 1, PATH_MAX);
   if (!path || !resolved) return EG_ERROR_MEMORY;
+  const char *place = file ? realpath(path, resolved) : NULL;
+  if (!file) EG_TRY(resolve_directory(exporter, name, resolved, &place));
   size_t length = strlen(exporter->directory);
   if (length && exporter->directory[length - 1] == '/') length--;
-  bool is_below =
-      realpath(path, resolved) && !strncmp(resolved, exporter->directory, length) && resolved[length] == '/';
-  *out_location = is_below ? resolved + length + 1 : NULL;
-  return EG_OK;
+  bool is_below = place && !strncmp(place, exporter->directory, length) && place[length] == '/';
+  *out_location = is_below ? place + length + 1 : NULL;
+  if (is_below || file) return EG_OK;
+  return egi_fail(exporter->ctx, EG_ERROR_ARGUMENT,
+                  "%s: it cannot refer to \"%s\": external data must lie in the folder of the ONNX file or below it",
+                  exporter->path, name);
 }
 
 /* Resolved once a file: some exporters put every scalar there. */
@@ -29,7 +45,7 @@ static eg_status find_location(egi_exporter *exporter, const egi_weight *weight,
   const char *name = weight->bytes.file;
   uint32_t index = 0;
   *out_location = NULL;
-  if (weight->bytes.kind != EGI_BYTES_MEMORY || !name || !file || !egi_onnx_directory(file)) return EG_OK;
+  if (weight->bytes.kind != EGI_BYTES_MEMORY || !name || (file && !egi_onnx_directory(file))) return EG_OK;
   if (!egi_map_get(&exporter->locations, name, &index)) {
     index = exporter->n_locations;
     EG_TRY(EGI_GROW(&exporter->arena, &exporter->location_rows, index, &exporter->locations_capacity));

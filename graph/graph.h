@@ -97,8 +97,7 @@ egi_dim egi_dims_symbol_at(const egi_dims *dims, size_t index, const char **out_
 typedef enum egi_op {
   EGI_OP_NONE = 0, /* a deleted node */
   EGI_OP_UNKNOWN,  /* not in ops.def: named by the node's op_name and domain */
-#define EGI_OP(symbol, domain, name, version, in_min, in_max, out_min, out_max, flags, shape, gradient)               \
-  EGI_OP_##symbol,
+#define EGI_OP(symbol, domain, name, version, in_min, in_max, out_min, out_max, flags, shape, gradient) EGI_OP_##symbol,
 #include "graph/ops.def"
 #undef EGI_OP
   EGI_OP_COUNT
@@ -164,16 +163,16 @@ typedef enum egi_state_pool {
 
 /* Step state, in device memory (host memory on the CPU); in graphs a state of type U8 [sizeof(egi_step_state)]. */
 typedef struct egi_step_state {
-  int64_t step;            /* 1 in the first optimizer step */
+  int64_t step; /* 1 in the first optimizer step */
   float learning_rate;
   float weight_decay;
   float beta1, beta2, epsilon;
-  float correction1;       /* 1 - beta1^step */
-  float correction2;       /* 1 - beta2^step */
-  float clip;              /* 0: none */
-  float inverse_targets;   /* 1 / trained tokens of the step: the gradients in the pool are multiplied by it */
-  float loss_scale;        /* 1 */
-  int32_t has_gradients;   /* 0 before the first micro-batch of a step: Accumulate overwrites */
+  float correction1;     /* 1 - beta1^step */
+  float correction2;     /* 1 - beta2^step */
+  float clip;            /* 0: none */
+  float inverse_targets; /* 1 / trained tokens of the step: the gradients in the pool are multiplied by it */
+  float loss_scale;      /* 1 */
+  int32_t has_gradients; /* 0 before the first micro-batch of a step: Accumulate overwrites */
 } egi_step_state;
 
 /* A piece of a pool: a tensor that outlives a step. */
@@ -182,11 +181,11 @@ typedef struct egi_state {
   egi_state_pool pool;
   eg_dtype dtype;
   int rank;
-  int64_t dims[EGI_MAX_RANK];  /* as in the graph */
-  uint64_t offset;             /* in elements of dtype, from the pool's start */
-  uint32_t weight;             /* initialised from this weight (full training), or 0 */
-  bool is_transposed;          /* the file holds the 2-D transpose of what the graph holds */
-  bool has_decay;              /* weight decay applies */
+  int64_t dims[EGI_MAX_RANK]; /* as in the graph */
+  uint64_t offset;            /* in elements of dtype, from the pool's start */
+  uint32_t weight;            /* initialised from this weight (full training), or 0 */
+  bool is_transposed;         /* the file holds the 2-D transpose of what the graph holds */
+  bool has_decay;             /* weight decay applies */
 } egi_state;
 
 /* ---- values and nodes ----------------------------------------------------------------------------------------- */
@@ -217,6 +216,10 @@ typedef struct egi_value {
   const egi_dim *elements;
   uint32_t n_elements;
 } egi_value;
+
+/* Attribute of If, Loop and Scan: how many of the node's last inputs are values that its bodies see of the graph around
+ * them; they are the last inputs of each body as well. Not in files: import and export convert. */
+#define EGI_CAPTURES "engraft.captures"
 
 typedef enum egi_attribute_kind {
   EGI_ATTRIBUTE_FLOAT = 1,
@@ -358,8 +361,8 @@ void egi_graph_remove_node(egi_graph *graph, egi_node_id node);
 eg_status egi_graph_tidy(egi_graph *graph);
 egi_value_id egi_graph_find_value(const egi_graph *graph, const char *name);
 
-/* Consumers of each value, as ranges of one list: node ids of value v are list[start[v] .. start[v+1]). A node that uses
- * a value twice stands there twice. */
+/* Consumers of each value, as ranges of one list: node ids of value v are list[start[v] .. start[v+1]). A node that
+ * uses a value twice stands there twice. */
 typedef struct egi_uses {
   uint32_t *start;
   egi_node_id *list;
@@ -403,7 +406,8 @@ typedef struct egi_emitter {
 /* One output. */
 egi_value_id egi_emit(egi_emitter *emitter, egi_op op, const egi_value_id *inputs, unsigned n_inputs,
                       const egi_attribute *attributes, unsigned n_attributes);
-/* Several outputs, written to out_values[n_outputs]; a 0 there on entry means "not wanted" is not possible: all are made. */
+/* Several outputs, written to out_values[n_outputs]; a 0 there on entry means "not wanted" is not possible: all are
+ * made. */
 void egi_emit_many(egi_emitter *emitter, egi_op op, const egi_value_id *inputs, unsigned n_inputs,
                    const egi_attribute *attributes, unsigned n_attributes, egi_value_id *out_values,
                    unsigned n_outputs);
@@ -432,12 +436,14 @@ void egi_value_print_type(const egi_graph *graph, egi_value_id value, egi_text *
 /* ---- import, export, text ------------------------------------------------------------------------------------- */
 
 /* Takes over `file` (also on failure). Sorts nodes, upgrades old operator versions (each function by its own imports),
- * turns Constant nodes into weights, sets `scope` from name_scopes metadata or the node's path. Neither inlines nor infers:
- * then come inline_functions, egi_graph_check_operators() and egi_infer_graph(). */
+ * turns Constant nodes into weights, sets `scope` from name_scopes metadata or the node's path. Neither inlines nor
+ * infers: then come inline_functions, egi_graph_check_operators() and egi_infer_graph(). */
 eg_status egi_module_import(eg_context *ctx, struct egi_onnx *file, egi_module **out_module);
 /* Module path in a node name such as "/model/layers.0/self_attn/q_proj/MatMul" ("model.layers.0.self_attn.q_proj"), or
  * NULL when the name is no path. */
 const char *egi_scope_from_node_name(egi_arena *arena, const char *node_name);
+/* Adds to scopes from node names the modules that those leave out, as the names of the weights tell. */
+eg_status egi_graph_complete_scopes(egi_graph *graph, egi_arena *scratch);
 /* Operators outside ops.def: all of them in one error, EG_ERROR_UNSUPPORTED. */
 eg_status egi_graph_check_operators(const egi_graph *graph);
 /* Writes a graph as an ONNX file; see eg_model_save(). Calls of functions that are left take the functions along. */
@@ -445,6 +451,10 @@ eg_status egi_module_export(const egi_module *module, const egi_graph *graph, co
 /* ONNX text syntax of the whole model (header, functions, graph); weights of more than `max_elements` values are
  * printed as their type alone (0: all values). */
 eg_status egi_module_print(const egi_module *module, const egi_graph *graph, uint32_t max_elements, egi_text *out);
+/* Adds a function in the text syntax, header and all. */
+eg_status egi_module_parse_function(egi_module *module, const char *text, size_t length);
+/* Adds the functions of graph/functions.def that nodes of the graph and of functions call. */
+eg_status egi_module_add_standard_functions(egi_module *module, egi_graph *graph);
 /* Parses the text syntax; errors name line and column. */
 eg_status egi_module_parse(eg_context *ctx, const char *text, size_t length, egi_module **out_module);
 

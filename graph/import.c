@@ -153,7 +153,8 @@ static eg_status import_model(egi_importer *importer) {
   EG_TRY(egi_import_symbols(importer, model->graph));
   EG_TRY(egi_module_add_graph(importer->module, egi_import_text(model->graph->name), &scope.graph));
   EG_TRY(egi_import_functions(importer, model));
-  return egi_import_graph(&scope, model->graph, true);
+  EG_TRY(egi_import_graph(&scope, model->graph, true));
+  return importer->has_scopes ? EG_OK : egi_graph_complete_scopes(scope.graph, &importer->scratch);
 }
 
 eg_status egi_module_import(eg_context *ctx, egi_onnx *file, egi_module **out_module) {

@@ -18,6 +18,7 @@ typedef struct egi_importer {
   egi_arena scratch; /* of the import alone */
   const char *path;
   egi_map symbols; /* dim_params that are the whole size of a dim of a graph input */
+  bool has_scopes; /* some node says its module path in its metadata */
 } egi_importer;
 
 /* A graph being filled, inside the ones whose values it sees. */
@@ -85,6 +86,11 @@ eg_status egi_import_graph(egi_import_scope *scope, const Onnx__GraphProto *grap
 int64_t egi_opset_version(const egi_opsets *opsets, const char *domain);
 /* Versions are sensible, each domain stands there once. */
 eg_status egi_import_opsets(const egi_importer *importer, const egi_opsets *opsets);
+
+/* ---- import_bodies.c */
+
+/* Values that the bodies of a control-flow node see become inputs of the node and of the bodies. */
+eg_status egi_import_captures(egi_import_scope *scope, const Onnx__NodeProto *proto, egi_node *node);
 
 /* ---- import_functions.c */
 

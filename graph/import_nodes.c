@@ -204,8 +204,9 @@ static eg_status import_scope_path(egi_importer *importer, const Onnx__NodeProto
   *out_scope = NULL;
   for (size_t i = 0; i < proto->n_metadata_props; i++) {
     const Onnx__StringStringEntryProto *entry = proto->metadata_props[i];
-    if (entry->key && entry->value && !strcmp(entry->key, NAME_SCOPES))
-      return scope_from_list(&importer->scratch, entry->value, out_scope);
+    if (!entry->key || !entry->value || strcmp(entry->key, NAME_SCOPES) != 0) continue;
+    importer->has_scopes = true;
+    return scope_from_list(&importer->scratch, entry->value, out_scope);
   }
   if (!proto->name) return EG_OK;
   *out_scope = egi_scope_from_node_name(&importer->scratch, proto->name);
@@ -316,6 +317,7 @@ static eg_status import_node(egi_import_scope *scope, const Onnx__NodeProto *pro
   EG_TRY(import_attributes(scope, proto, &node));
   egi_upgrade upgrade = {scope->graph, &scope->importer->scratch, egi_opset_version(&scope->opsets, "")};
   if (!node.domain[0]) EG_TRY(egi_upgrade_node(&upgrade, &node));
+  EG_TRY(egi_import_captures(scope, proto, &node));
   EG_TRY(check_arity(scope, proto, &node));
   return egi_graph_add_node(scope->graph, &node, &id);
 }

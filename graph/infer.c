@@ -21,9 +21,12 @@ static eg_status check_counts(const egi_inference *in) {
   return EG_OK;
 }
 
-/* Optional operands; AttentionGrad's mask is the only one before a required one, and lists have no gaps. */
+/* Optional operands; those of Loop and of the gradients of attention are the only ones before required ones, and lists
+ * have no gaps. */
 static bool may_be_absent(const egi_inference *in, unsigned index) {
   const egi_op_info *info = egi_op_get(in->node->op);
+  if (in->node->op == EGI_OP_Loop && index < 2) return true;
+  if (in->node->op == EGI_OP_LinearAttentionGrad && index >= 3 && index <= 5) return true;
   return (index >= info->in_min && info->in_max != 255) || (in->node->op == EGI_OP_AttentionGrad && index == 3);
 }
 

@@ -152,7 +152,7 @@ static void fill_unary(contents *c) {
   egi_dims *dims = c->in->dims;
   uint32_t count = 0;
   const egi_dim *elements = input_elements(c, 0, &count);
-  bool is_boolean = egi_node_int(c->in->node, "to", 0) == EG_DTYPE_BOOL;
+  bool is_boolean = c->in->graph->values[c->in->node->outputs[0]].dtype == EG_DTYPE_BOOL;
   for (uint32_t i = 0; i < c->n; i++) {
     egi_dim element = element_at(c, elements, count, i);
     switch (c->in->node->op) {
@@ -163,6 +163,7 @@ static void fill_unary(contents *c) {
       element = negate_truth(dims, element);
       break;
     case EGI_OP_Cast:
+    case EGI_OP_CastLike:
       element = is_boolean ? to_truth(dims, element) : element;
       break;
     default:
@@ -246,6 +247,14 @@ static void fill_split(contents *c, unsigned output) {
     c->elements[i] = resolved(c, elements[before + i]);
 }
 
+/* Only along the one axis that there is. */
+static void fill_tile(contents *c) {
+  uint32_t count = 0;
+  const egi_dim *elements = input_elements(c, 0, &count);
+  for (uint32_t i = 0; elements != NULL && count > 0 && i < c->n; i++)
+    c->elements[i] = resolved(c, elements[i % count]);
+}
+
 /* ---- constants ------------------------------------------------------------------------------------------------ */
 
 static void fill_constant_of_shape(contents *c) {
@@ -309,6 +318,7 @@ static bool fill_elements(contents *c) {
     return true;
   case EGI_OP_Identity:
   case EGI_OP_Cast:
+  case EGI_OP_CastLike:
   case EGI_OP_Neg:
   case EGI_OP_Not:
   case EGI_OP_Squeeze:
@@ -341,6 +351,9 @@ static eg_status fill(contents *c, unsigned output) {
     break;
   case EGI_OP_Split:
     fill_split(c, output);
+    break;
+  case EGI_OP_Tile:
+    fill_tile(c);
     break;
   case EGI_OP_Where:
     fill_where(c);

@@ -26,6 +26,12 @@ static eg_status check_scatter_nd(const egi_inference *in) {
   return EG_OK;
 }
 
+/* A size of 1 serves all rows: the operator's definition in Python broadcasts, and exporters rely on it. */
+static eg_status check_shared(const egi_inference *in, const char *what, egi_dim dim, egi_dim wanted) {
+  if (egi_shape_is_number(in, egi_dim_resolve(in->dims, dim), 1)) return EG_OK;
+  return egi_shape_equal(in, what, dim, wanted, NULL);
+}
+
 /* X [batch, heads, sequence, size] or [batch, sequence, heads*size]; caches [positions, width] with position_ids
  * [batch, sequence], else [batch, sequence, width]. */
 static eg_status check_rotary(const egi_inference *in) {
@@ -38,12 +44,12 @@ static eg_status check_rotary(const egi_inference *in) {
     const egi_value *cache = egi_shape_input(in, i);
     EG_TRY(egi_shape_check_input_rank(in, i, ids != NULL ? 2 : 3));
     if (ids != NULL) continue;
-    EG_TRY(egi_shape_equal(in, "batch of the cache", cache->dims[0], x->dims[0], NULL));
-    EG_TRY(egi_shape_equal(in, "sequence of the cache", cache->dims[1], sequence, NULL));
+    EG_TRY(check_shared(in, "batch of the cache", cache->dims[0], x->dims[0]));
+    EG_TRY(check_shared(in, "sequence of the cache", cache->dims[1], sequence));
   }
   if (ids == NULL) return EG_OK;
   EG_TRY(egi_shape_check_input_rank(in, 3, 2));
-  EG_TRY(egi_shape_equal(in, "batch of position_ids", ids->dims[0], x->dims[0], NULL));
+  EG_TRY(check_shared(in, "batch of position_ids", ids->dims[0], x->dims[0]));
   return egi_shape_equal(in, "sequence of position_ids", ids->dims[1], sequence, NULL);
 }
 
@@ -55,6 +61,7 @@ static eg_status check_same(const egi_inference *in) {
     EG_TRY(check_scalar(in, 1));
     return check_scalar(in, 2);
   case EGI_OP_CumSum:
+  case EGI_OP_CumProd:
     return check_scalar(in, 1);
   case EGI_OP_Trilu:
     if (x->rank < 2) return egi_shape_fail(in, "input 0 has %d dimensions; at least 2 are needed", x->rank);
@@ -87,6 +94,11 @@ eg_status egi_shape_cast(egi_inference *in) {
   if (!egi_dtype_is_known(to))
     return egi_fail_node(in->graph, in->id, EG_ERROR_UNSUPPORTED, "to = %lld is not an element type", (long long)to);
   return egi_shape_set(in, 0, (eg_dtype)to, x->rank, x->dims);
+}
+
+eg_status egi_shape_cast_like(egi_inference *in) {
+  const egi_value *x = egi_shape_input(in, 0);
+  return egi_shape_set(in, 0, egi_shape_input(in, 1)->dtype, x->rank, x->dims);
 }
 
 /* ---- several inputs ------------------------------------------------------------------------------------------- */

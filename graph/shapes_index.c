@@ -29,8 +29,7 @@ eg_status egi_shape_reduce(egi_inference *in) {
   EG_TRY(reduced_axes(in, &mask, &is_known));
   if (!is_known && keeps_dims) return egi_shape_set_unknown(in, 0, x->dtype, x->rank);
   if (!is_known) {
-    if (!egi_shape_length(in, 1, &length) || length < 1 || length > x->rank)
-      return egi_fail_node(in->graph, in->id, EG_ERROR_UNSUPPORTED, "its axes are not known before the graph runs");
+    if (!egi_shape_length(in, 1, &length) || length < 1 || length > x->rank) return EG_OK; /* open until it runs */
     return egi_shape_set_unknown(in, 0, x->dtype, (int)(x->rank - length));
   }
   for (int i = 0; i < x->rank; i++) {
@@ -74,7 +73,7 @@ eg_status egi_shape_gather_nd(egi_inference *in) {
   if (index->rank < 1 || batch < 0 || batch >= index->rank || batch > x->rank)
     return egi_shape_fail(in, "batch_dims = %lld does not fit", (long long)batch);
   if (!egi_dim_value(in->dims, egi_dim_resolve(in->dims, index->dims[index->rank - 1]), &k))
-    return egi_fail_node(in->graph, in->id, EG_ERROR_UNSUPPORTED, "the length of an index is not known");
+    return EG_OK; /* open until it runs */
   if (k < 1 || k > x->rank - batch) return egi_shape_fail(in, "indices of %lld axes", (long long)k);
   int64_t result_rank = index->rank - 1 + x->rank - batch - k;
   EG_TRY(egi_shape_check_rank(in, result_rank));

@@ -259,6 +259,14 @@ static eg_status parse_model(egi_parser *parser) {
   return egi_graph_tidy(graph);
 }
 
+eg_status egi_module_parse_function(egi_module *module, const char *text, size_t length) {
+  egi_parser parser = {.module = module};
+  parser.lexer.ctx = module->ctx;
+  parser.lexer.arena = &module->arena;
+  EG_TRY(egi_lexer_open(&parser.lexer, text, length));
+  return parse_function(&parser);
+}
+
 eg_status egi_module_parse(eg_context *ctx, const char *text, size_t length, egi_module **out_module) {
   egi_parser parser = {0};
   EG_TRY(egi_module_create(ctx, &parser.module));

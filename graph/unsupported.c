@@ -26,11 +26,20 @@ static bool note(missing *list, uint32_t *count, const egi_node *node) {
   return true;
 }
 
+/* Recursion over bodies in attributes: the importer bounds their depth. */
+static void note_all(const egi_graph *graph, missing *list, uint32_t *count, uint32_t *n_others) {
+  for (egi_node_id id = 1; id < graph->n_nodes; id++) {
+    const egi_node *node = &graph->nodes[id];
+    if (node->op == EGI_OP_UNKNOWN && !note(list, count, node)) ++*n_others;
+    for (uint16_t i = 0; i < node->n_attributes && node->op != EGI_OP_NONE; i++)
+      if (node->attributes[i].kind == EGI_ATTRIBUTE_GRAPH) note_all(node->attributes[i].u.graph, list, count, n_others);
+  }
+}
+
 eg_status egi_graph_check_operators(const egi_graph *graph) {
   missing list[MAX_NAMED];
   uint32_t count = 0, n_others = 0;
-  for (egi_node_id id = 1; id < graph->n_nodes; id++)
-    if (graph->nodes[id].op == EGI_OP_UNKNOWN && !note(list, &count, &graph->nodes[id])) n_others++;
+  note_all(graph, list, &count, &n_others);
   if (count == 0) return EG_OK;
   egi_text text;
   egi_text_init(&text, graph->module->ctx);

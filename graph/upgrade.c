@@ -219,7 +219,7 @@ static eg_status add_mask(egi_upgrade *upgrade, const egi_node *node) {
   return egi_graph_add_node(upgrade->graph, &mask, &id);
 }
 
-/* Dropout outside training is Identity; one that is always in training stays, and is refused as unknown. */
+/* Dropout outside training is Identity; one that may train stays. */
 static eg_status upgrade_dropout(egi_upgrade *upgrade, egi_node *node) {
   double mode = 0;
   bool has_mode = node->n_inputs > 2 && node->inputs[2];
@@ -233,6 +233,99 @@ static eg_status upgrade_dropout(egi_upgrade *upgrade, egi_node *node) {
   return EG_OK;
 }
 
+/* The attribute k of the first version is an input now. */
+static eg_status upgrade_top_k(egi_upgrade *upgrade, egi_node *node) {
+  const egi_attribute *attribute = egi_node_attribute(node, "k");
+  egi_value_id value = 0;
+  if (!attribute) return EG_OK;
+  if (attribute->kind == EGI_ATTRIBUTE_REFERENCE) {
+    static const int64_t shape[1] = {1};
+    egi_attribute one = egi_attribute_ints("value_ints", shape, 1);
+    egi_node list = {.attributes = &one, .n_attributes = 1}, both = {.n_inputs = 2};
+    egi_value_id inputs[2] = {0, 0};
+    EG_TRY(add_reference(upgrade, node, attribute, "value_int", &inputs[0]));
+    EG_TRY(add_node(upgrade, node, EGI_OP_Constant, &list, &inputs[1]));
+    both.inputs = inputs;
+    EG_TRY(add_node(upgrade, node, EGI_OP_Reshape, &both, &value));
+  } else if (attribute->kind == EGI_ATTRIBUTE_INT) {
+    egi_attribute list = egi_attribute_ints("k", &attribute->u.i, 1);
+    EG_TRY(add_integers(upgrade, node, &list, &value));
+  } else {
+    return fail_attribute(upgrade, node, "k");
+  }
+  remove_attribute(node, "k");
+  return set_input(upgrade, node, 1, value);
+}
+
+/* The same operator under its old name. */
+static eg_status upgrade_scatter(egi_upgrade *upgrade, egi_node *node) {
+  (void)upgrade;
+  node->op = EGI_OP_ScatterElements;
+  node->op_name = "ScatterElements";
+  return EG_OK;
+}
+
+/* Pad-2: paddings and the constant were attributes, the constant 0 where it was absent, as it is now. */
+static eg_status upgrade_pad(egi_upgrade *upgrade, egi_node *node) {
+  EG_TRY(move_integers(upgrade, node, "pads", 1));
+  return move_bound(upgrade, node, "value", 2);
+}
+
+static eg_status fail_old(const egi_upgrade *upgrade, const egi_node *node, const char *what) {
+  return egi_fail(upgrade->graph->module->ctx, EG_ERROR_UNSUPPORTED,
+                  "node \"%s\" (%s): %s of operator set %lld is not supported", label_of(upgrade, node), node->op_name,
+                  what, (long long)upgrade->version);
+}
+
+/* Hardmax-11 looks for one element of [dims before axis, dims from axis on]; on the last axis that is the newest form.
+ */
+static eg_status upgrade_hardmax(egi_upgrade *upgrade, egi_node *node) {
+  int64_t axis = egi_node_int(node, "axis", 1);
+  int rank = node->n_inputs && node->inputs[0] ? upgrade->graph->values[node->inputs[0]].rank : -1;
+  if (axis == -1 || (rank > 0 && axis == rank - 1)) return become_last_axis(upgrade, node);
+  return fail_old(upgrade, node, "an axis before the last");
+}
+
+/* GroupNormalization-18 has a scale for each group. */
+static eg_status upgrade_group_normalization(egi_upgrade *upgrade, egi_node *node) {
+  return fail_old(upgrade, node, "the scale for each group");
+}
+
+/* A sum of any number of operands is a chain of Adds; the node itself becomes the last one. */
+static eg_status upgrade_sum(egi_upgrade *upgrade, egi_node *node) {
+  if (!node->n_inputs) return EG_OK; /* refused by the check that follows */
+  for (unsigned i = 2; i < node->n_inputs; i++) {
+    egi_node lists = {.inputs = node->inputs, .n_inputs = 2};
+    egi_value_id sum = 0;
+    EG_TRY(add_node(upgrade, node, EGI_OP_Add, &lists, &sum));
+    node->inputs[0] = sum;
+    node->inputs[1] = node->inputs[i];
+  }
+  node->op = node->n_inputs == 1 ? EGI_OP_Identity : EGI_OP_Add;
+  node->op_name = egi_op_get(node->op)->name;
+  node->n_inputs = node->n_inputs == 1 ? 1 : 2;
+  return EG_OK;
+}
+
+/* The sum, divided by the number of operands in their type. */
+static eg_status upgrade_mean(egi_upgrade *upgrade, egi_node *node) {
+  egi_attribute count = egi_attribute_float("value_float", (float)node->n_inputs);
+  egi_node number = {.attributes = &count, .n_attributes = 1}, typed = {.n_inputs = 2}, sum = *node;
+  egi_value_id operands[2] = {0, 0};
+  if (!node->n_inputs) return EG_OK;
+  EG_TRY(add_node(upgrade, node, EGI_OP_Constant, &number, &operands[0]));
+  operands[1] = node->inputs[0];
+  typed.inputs = operands;
+  EG_TRY(add_node(upgrade, node, EGI_OP_CastLike, &typed, &operands[1]));
+  EG_TRY(upgrade_sum(upgrade, &sum));
+  EG_TRY(add_node(upgrade, node, sum.op, &sum, &operands[0]));
+  node->op = EGI_OP_Div;
+  node->op_name = "Div";
+  node->n_inputs = 0;
+  EG_TRY(set_input(upgrade, node, 1, operands[1]));
+  return set_input(upgrade, node, 0, operands[0]);
+}
+
 /* operator, version from which on it has the newest form, rule for older ones; in the order of the names */
 static const struct {
   const char *name;
@@ -241,7 +334,11 @@ static const struct {
 } rules[] = {
     {"Clip", 11, upgrade_clip},
     {"Dropout", INT64_MAX, upgrade_dropout},
+    {"GroupNormalization", 21, upgrade_group_normalization},
+    {"Hardmax", 13, upgrade_hardmax},
     {"LogSoftmax", 13, upgrade_softmax},
+    {"Mean", INT64_MAX, upgrade_mean},
+    {"Pad", 11, upgrade_pad},
     {"ReduceL1", 18, upgrade_axes},
     {"ReduceL2", 18, upgrade_axes},
     {"ReduceLogSum", 18, upgrade_axes},
@@ -252,10 +349,13 @@ static const struct {
     {"ReduceProd", 18, upgrade_axes},
     {"ReduceSum", 13, upgrade_axes},
     {"ReduceSumSquare", 18, upgrade_axes},
+    {"Scatter", INT64_MAX, upgrade_scatter},
     {"Slice", 10, upgrade_slice},
     {"Softmax", 13, upgrade_softmax},
     {"Split", 18, upgrade_split},
     {"Squeeze", 13, upgrade_axes},
+    {"Sum", INT64_MAX, upgrade_sum},
+    {"TopK", 10, upgrade_top_k},
     {"Unsqueeze", 13, upgrade_axes},
 };
 

@@ -285,7 +285,7 @@ typedef struct eg_tensor {
 typedef struct eg_runner_options {
   size_t struct_size;
   const char *device;  /* "cpu" */
-  eg_dtype dtype;      /* of activations; EG_DTYPE_F32 */
+  eg_dtype dtype;      /* of activations; EG_DTYPE_F32; EG_DTYPE_UNDEFINED: each type as in the file */
   const char *adapter; /* PEFT folder, NULL: none */
 } eg_runner_options;
 #define EG_RUNNER_OPTIONS_INIT \

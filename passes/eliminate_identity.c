@@ -1,6 +1,7 @@
 /* Nodes that give back their input go: Identity, layout operators and Casts that change nothing, x + 0, x - 0, x · 1,
  * x / 1, x ^ 1 with a constant scalar; chains of Transposes become one, and a Cast after a lossless Cast starts from
- * before it. Precondition: inferred. Ends because each rewrite removes a node or shortens a chain. */
+ * before it; a CastLike is a Cast. Precondition: inferred. Ends because each rewrite removes a node or shortens a
+ * chain. */
 #include "passes/passes.h"
 
 typedef struct eliminator {
@@ -141,6 +142,21 @@ static void merge_casts(eliminator *state, egi_node_id id) {
   state->run->has_changed = true;
 }
 
+/* The type is known: the second operand's producer may go. */
+static eg_status name_type(eliminator *state, egi_node_id id) {
+  egi_graph *graph = state->graph;
+  egi_node *node = &graph->nodes[id];
+  eg_dtype dtype = graph->values[node->inputs[1]].dtype;
+  if (dtype == EG_DTYPE_UNDEFINED) return EG_OK;
+  node->op = EGI_OP_Cast;
+  node->op_name = NULL;
+  node->n_inputs = 1;
+  state->run->report->n_matched++;
+  state->run->has_changed = true;
+  const egi_attribute to = egi_attribute_int("to", dtype);
+  return egi_node_set_attribute(graph, id, &to);
+}
+
 /* ---- pass ------------------------------------------------------------------------------------------------------ */
 
 static eg_status visit(eliminator *state, egi_node_id id) {
@@ -150,6 +166,7 @@ static eg_status visit(eliminator *state, egi_node_id id) {
   if (node->op == EGI_OP_NONE || node->op == EGI_OP_UNKNOWN || node->n_outputs == 0 || node->n_inputs == 0)
     return EG_OK;
   if (node->op == EGI_OP_Transpose) EG_TRY(merge_transposes(state, id));
+  if (node->op == EGI_OP_CastLike) EG_TRY(name_type(state, id));
   if (node->op == EGI_OP_Cast) merge_casts(state, id);
   node = &graph->nodes[id];
   egi_value_id input = equal_input(graph, node), output = node->outputs[0];

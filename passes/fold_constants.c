@@ -14,6 +14,7 @@ typedef struct folder {
   egi_graph *graph;
   egi_redirect redirect;
   uint64_t total_bytes; /* made by this run */
+  bool has_new_sizes;   /* results of nodes behind have known shapes now */
 } folder;
 
 /* Float tensors of more than one element may be trained, so they are only folded where nothing is lost. */
@@ -60,6 +61,11 @@ static bool measure_results(const egi_graph *graph, const egi_node *node, uint64
   return true;
 }
 
+/* Operators whose results have the size that data decides: bounded by that of what they read. */
+static bool is_measured(egi_op op) {
+  return op == EGI_OP_NonZero || op == EGI_OP_Compress || op == EGI_OP_Unique;
+}
+
 static bool is_foldable(const egi_graph *graph, const egi_node *node) {
   if (node->op == EGI_OP_NONE || node->op == EGI_OP_UNKNOWN || node->op == EGI_OP_Barrier) return false;
   if (node->n_inputs > MAX_OPERANDS || node->n_outputs > MAX_OPERANDS) return false;
@@ -95,11 +101,16 @@ static eg_status replace(folder *state, egi_node_id id, const egi_tensor *output
   return EG_OK;
 }
 
-/* A Constant node holds its result already. */
+/* A tensor as attribute; numbers and lists are evaluated like any other node. */
+static bool holds_tensor(const egi_node *node) {
+  const egi_attribute *value = egi_node_attribute(node, "value");
+  return node->op == EGI_OP_Constant && value && value->kind == EGI_ATTRIBUTE_TENSOR;
+}
+
+/* A Constant node that holds its result already. */
 static eg_status fold_constant_node(folder *state, egi_node_id id) {
   egi_graph *graph = state->graph;
   const egi_attribute *value = egi_node_attribute(&graph->nodes[id], "value");
-  if (!value || value->kind != EGI_ATTRIBUTE_TENSOR) return EG_OK;
   egi_value_id constant = 0;
   bool is_done = false;
   EG_TRY(egi_graph_add_weight(graph, value->u.weight, &constant));
@@ -120,16 +131,23 @@ static eg_status fold_node(folder *state, egi_node_id id) {
   egi_redirect_node(&state->redirect, id);
   const egi_node *node = &graph->nodes[id];
   if (!is_foldable(graph, node)) return EG_OK;
-  if (node->op == EGI_OP_Constant) return fold_constant_node(state, id);
+  if (holds_tensor(node)) return fold_constant_node(state, id);
   state->run->report->n_tried++;
+  if (state->has_new_sizes) EG_TRY(egi_infer_node(graph, id));
+  node = &graph->nodes[id];
   if (!evaluator || !collect_inputs(graph, node, inputs, &input_bytes)) return EG_OK;
-  if (!measure_results(graph, node, &result_bytes)) return EG_OK;
+  bool is_sized_by_data = is_measured(node->op);
+  if (is_sized_by_data)
+    result_bytes = input_bytes * EGI_MAX_RANK * sizeof(int64_t); /* an index of each axis for an element of a byte */
+  else if (!measure_results(graph, node, &result_bytes))
+    return EG_OK;
   if (result_bytes > max_result_bytes && result_bytes > input_bytes) return EG_OK;
   if (state->total_bytes + result_bytes > max_total_bytes) return EG_OK;
   eg_status status = evaluator->node(state->run->ctx, graph, id, inputs, &graph->module->arena, outputs);
   if (status == EG_ERROR_MEMORY) return status;
   if (status != EG_OK) return EG_OK; /* the node stays, and whatever is wrong shows when it runs */
   state->total_bytes += result_bytes;
+  state->has_new_sizes = state->has_new_sizes || is_sized_by_data;
   return replace(state, id, outputs);
 }
 
@@ -146,5 +164,7 @@ eg_status egi_pass_fold_constants(egi_pass_run *run, egi_graph *graph) {
   folder state = {.run = run, .graph = graph};
   eg_status status = fold_all(&state);
   egi_redirect_free(&state.redirect);
-  return status;
+  if (status != EG_OK || !state.has_new_sizes) return status;
+  EG_TRY(egi_graph_tidy(graph));
+  return egi_infer_graph(graph);
 }

@@ -75,8 +75,8 @@ eg_status egi_gradient_reduce_mean(egi_gradient *gradient) {
   return EG_OK;
 }
 
-/* Equal maxima share the gradient, as in PyTorch's amax. */
-eg_status egi_gradient_reduce_max(egi_gradient *gradient) {
+/* Equal extrema share the gradient, as in PyTorch's amax and amin. */
+static eg_status extremum(egi_gradient *gradient) {
   egi_emitter *emit = gradient->emit;
   egi_value_id x = egi_gradient_input(gradient, 0), dy = gradient->out_gradients[0];
   egi_value_id axes = egi_gradient_input(gradient, 1);
@@ -93,6 +93,38 @@ eg_status egi_gradient_reduce_max(egi_gradient *gradient) {
   egi_value_id share = egi_emit_binary(emit, EGI_OP_Div, with_axes(gradient, dy), count);
   const egi_value_id choice[3] = {is_largest, share, egi_gradient_number(gradient, 0.0, dy)};
   egi_gradient_set(gradient, 0, egi_emit(emit, EGI_OP_Where, choice, 3, NULL, 0));
+  return EG_OK;
+}
+
+eg_status egi_gradient_reduce_max(egi_gradient *gradient) {
+  return extremum(gradient);
+}
+
+eg_status egi_gradient_reduce_min(egi_gradient *gradient) {
+  return extremum(gradient);
+}
+
+/* dy · exp(x - y) */
+eg_status egi_gradient_reduce_log_sum_exp(egi_gradient *gradient) {
+  egi_emitter *emit = gradient->emit;
+  egi_value_id dy = gradient->out_gradients[0], x = egi_gradient_input(gradient, 0);
+  if (!is_noop(gradient)) {
+    egi_value_id y = with_axes(gradient, egi_gradient_output(gradient, 0));
+    egi_value_id share = egi_emit_unary(emit, EGI_OP_Exp, egi_emit_binary(emit, EGI_OP_Sub, x, y));
+    dy = egi_emit_binary(emit, EGI_OP_Mul, with_axes(gradient, dy), share);
+  }
+  egi_gradient_set(gradient, 0, dy);
+  return EG_OK;
+}
+
+/* dy · y / x. An element of 0 has none (NaN). */
+eg_status egi_gradient_reduce_prod(egi_gradient *gradient) {
+  egi_value_id dy = gradient->out_gradients[0], x = egi_gradient_input(gradient, 0);
+  if (!is_noop(gradient)) {
+    egi_value_id product = egi_emit_binary(gradient->emit, EGI_OP_Mul, dy, egi_gradient_output(gradient, 0));
+    dy = egi_emit_binary(gradient->emit, EGI_OP_Div, with_axes(gradient, product), x);
+  }
+  egi_gradient_set(gradient, 0, dy);
   return EG_OK;
 }
 

@@ -1,6 +1,7 @@
-/* Calls of model-local functions become their bodies: nested calls too, attribute references resolved against the
- * caller, names made unique with the call's name in front. Ends because functions that reach themselves are refused and
- * the number of nodes is bounded, both before anything is built; types are inferred anew, since bodies carry none. */
+/* Calls of model-local functions, and of the standard operators that graph/functions.def defines, become their bodies:
+ * nested calls too, attribute references resolved against the caller, names made unique with the call's name in front.
+ * Ends because functions that reach themselves are refused and the number of nodes is bounded, both before anything is
+ * built; types are inferred anew, since bodies carry none. */
 #include <string.h>
 
 #include "passes/passes.h"
@@ -277,6 +278,7 @@ static eg_status inline_all(egi_pass_run *run, inliner *state) {
 }
 
 eg_status egi_pass_inline_functions(egi_pass_run *run, egi_graph *graph) {
+  EG_TRY(egi_module_add_standard_functions(graph->module, graph));
   if (graph->module->n_functions == 0) return EG_OK;
   inliner state = {.graph = graph, .module = graph->module};
   egi_arena_init(&state.arena, run->ctx, EGI_PURPOSE_GRAPH);
@@ -284,6 +286,5 @@ eg_status egi_pass_inline_functions(egi_pass_run *run, egi_graph *graph) {
   egi_arena_clear(&state.arena);
   if (status != EG_OK || !run->has_changed) return status;
   EG_TRY(egi_graph_tidy(graph));
-  EG_TRY(egi_graph_check_operators(graph));
   return egi_infer_graph(graph);
 }

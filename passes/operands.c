@@ -155,23 +155,76 @@ static bool is_rank_three_float(const egi_graph *graph, egi_value_id id) {
   return egi_dtype_is_float(graph->values[id].dtype) && graph->values[id].rank == 3;
 }
 
+/* The operand that carries the hidden values of an elementwise node with a constant beside it. */
+static egi_value_id carried_input(const egi_graph *graph, const egi_node *node) {
+  bool is_transposed = false;
+  switch (node->op) {
+  case EGI_OP_Cast:
+  case EGI_OP_Identity:
+  case EGI_OP_Reshape:
+  case EGI_OP_Squeeze:
+  case EGI_OP_Unsqueeze:
+  case EGI_OP_Slice:
+  case EGI_OP_Tanh:
+  case EGI_OP_Clip:
+  case EGI_OP_LogSoftmax:
+  case EGI_OP_AddMatMul:
+    return node->inputs[0];
+  case EGI_OP_Add:
+  case EGI_OP_Mul:
+    if (egi_weight_below(graph, node->inputs[0], &is_transposed) != 0) return node->inputs[1];
+    return egi_weight_below(graph, node->inputs[1], &is_transposed) != 0 ? node->inputs[0] : 0;
+  case EGI_OP_Sub:
+  case EGI_OP_Div:
+    return egi_weight_below(graph, node->inputs[1], &is_transposed) != 0 ? node->inputs[0] : 0;
+  default:
+    return 0;
+  }
+}
+
+/* The linear layer that gives `value`, through what leaves rows rows; 0: none. */
+static egi_node_id head_above(const egi_graph *graph, egi_value_id value) {
+  while (value != 0 && graph->values[value].kind == EGI_VALUE_NODE) {
+    egi_node_id id = graph->values[value].producer;
+    const egi_node *node = &graph->nodes[id];
+    bool is_transposed = false;
+    if (node->op == EGI_OP_MatMul || node->op == EGI_OP_Gemm)
+      return egi_weight_below(graph, node->inputs[1], &is_transposed) != 0 ? id : 0;
+    value = carried_input(graph, node);
+  }
+  return 0;
+}
+
+/* The float output of rank 3 that is named "logits", else the only one, else the only one that a linear layer gives;
+ * 0 with how many there are. */
+static egi_value_id likely_logits(const egi_graph *graph, uint32_t *out_count) {
+  egi_value_id found = 0, found_below_head = 0;
+  uint32_t n_heads = 0;
+  *out_count = 0;
+  for (uint32_t i = 0; i < graph->n_outputs; i++) {
+    egi_value_id output = graph->outputs[i];
+    if (!is_rank_three_float(graph, output)) continue;
+    found = output;
+    if (strcmp(graph->values[output].name, "logits") == 0) return output;
+    (*out_count)++;
+    if (head_above(graph, output) == 0) continue;
+    found_below_head = output;
+    n_heads++;
+  }
+  if (*out_count == 1) return found;
+  return n_heads == 1 ? found_below_head : 0;
+}
+
 eg_status egi_find_logits(const egi_graph *graph, egi_value_id *out_logits) {
-  egi_value_id found = 0;
   uint32_t count = 0;
   for (uint32_t i = 0; i < graph->n_outputs; i++) {
     egi_value_id output = graph->outputs[i];
-    if (strcmp(graph->values[output].name, "logits") == 0) {
-      if (!is_rank_three_float(graph, output))
-        return egi_fail(graph->module->ctx, EG_ERROR_DATA,
-                        "output \"logits\" is not float [batch, sequence, vocabulary]");
-      *out_logits = output;
-      return EG_OK;
-    }
-    if (!is_rank_three_float(graph, output)) continue;
-    found = output;
-    count++;
+    if (strcmp(graph->values[output].name, "logits") == 0 && !is_rank_three_float(graph, output))
+      return egi_fail(graph->module->ctx, EG_ERROR_DATA,
+                      "output \"logits\" is not float [batch, sequence, vocabulary]");
   }
-  if (count != 1)
+  egi_value_id found = likely_logits(graph, &count);
+  if (found == 0)
     return egi_fail(graph->module->ctx, EG_ERROR_DATA,
                     "the model has no output \"logits\" and %u float outputs of rank 3: which are the logits?", count);
   *out_logits = found;
@@ -217,57 +270,13 @@ eg_status egi_find_token_input(const egi_graph *graph, egi_value_id *out_input) 
   return EG_OK;
 }
 
-/* The operand that carries the hidden values of an elementwise node with a constant beside it. */
-static egi_value_id carried_input(const egi_graph *graph, const egi_node *node) {
-  bool is_transposed = false;
-  switch (node->op) {
-  case EGI_OP_Cast:
-  case EGI_OP_Identity:
-  case EGI_OP_Reshape:
-  case EGI_OP_Squeeze:
-  case EGI_OP_Unsqueeze:
-  case EGI_OP_Slice:
-  case EGI_OP_Tanh:
-  case EGI_OP_Clip:
-  case EGI_OP_AddMatMul:
-    return node->inputs[0];
-  case EGI_OP_Add:
-  case EGI_OP_Mul:
-    if (egi_weight_below(graph, node->inputs[0], &is_transposed) != 0) return node->inputs[1];
-    return egi_weight_below(graph, node->inputs[1], &is_transposed) != 0 ? node->inputs[0] : 0;
-  case EGI_OP_Sub:
-  case EGI_OP_Div:
-    return egi_weight_below(graph, node->inputs[1], &is_transposed) != 0 ? node->inputs[0] : 0;
-  default:
-    return 0;
-  }
-}
-
-/* The only float output of rank 3, preferably named "logits"; without the error. */
-static egi_value_id likely_logits(const egi_graph *graph) {
-  egi_value_id found = 0;
-  for (uint32_t i = 0; i < graph->n_outputs; i++) {
-    egi_value_id output = graph->outputs[i];
-    if (!is_rank_three_float(graph, output)) continue;
-    if (strcmp(graph->values[output].name, "logits") == 0) return output;
-    if (found != 0) found = UINT32_MAX;
-    if (found == 0) found = output;
-  }
-  return found == UINT32_MAX ? 0 : found;
-}
-
 egi_node_id egi_find_head(const egi_graph *graph) {
-  egi_value_id value = likely_logits(graph);
-  while (value != 0 && graph->values[value].kind == EGI_VALUE_NODE) {
-    egi_node_id id = graph->values[value].producer;
+  uint32_t count = 0;
+  egi_value_id logits = likely_logits(graph, &count);
+  for (egi_node_id id = 1; logits == 0 && id < graph->n_nodes; id++) { /* after append_loss */
     const egi_node *node = &graph->nodes[id];
-    bool is_transposed = false;
-    if (node->op == EGI_OP_MatMul || node->op == EGI_OP_Gemm)
-      return egi_weight_below(graph, node->inputs[1], &is_transposed) != 0 ? id : 0;
-    value = carried_input(graph, node);
+    if (node->op == EGI_OP_LinearLogProbability) return id;
+    if (node->op == EGI_OP_LogProbability) logits = node->inputs[0];
   }
-  for (egi_node_id id = 1; id < graph->n_nodes; id++) { /* after append_loss */
-    if (graph->nodes[id].op == EGI_OP_LinearLogProbability) return id;
-  }
-  return 0;
+  return head_above(graph, logits);
 }

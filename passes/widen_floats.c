@@ -80,9 +80,11 @@ static eg_status widen_tensor(widener *state, egi_node_id id, const egi_attribut
 
 static eg_status widen_attributes(widener *state, egi_node_id id) {
   egi_graph *graph = state->graph;
-  if (graph->nodes[id].op == EGI_OP_Cast) {
-    int64_t to = egi_node_int(&graph->nodes[id], "to", 0);
-    const egi_attribute wide = egi_attribute_int("to", EG_DTYPE_F32);
+  egi_op op = graph->nodes[id].op;
+  if (op == EGI_OP_Cast || op == EGI_OP_EyeLike) {
+    const char *name = op == EGI_OP_Cast ? "to" : "dtype";
+    int64_t to = egi_node_int(&graph->nodes[id], name, 0);
+    const egi_attribute wide = egi_attribute_int(name, EG_DTYPE_F32);
     if (to != EG_DTYPE_F16 && to != EG_DTYPE_BF16) return EG_OK;
     state->run->has_changed = true;
     return egi_node_set_attribute(graph, id, &wide);

@@ -49,6 +49,7 @@ int tool_run(tool *t) {
   if (tool_text(t, OPTION_OUTPUTS) == NULL) return tool_fail_usage(t, "--outputs is missing");
   options.device = tool_text(t, OPTION_DEVICE);
   options.adapter = tool_text(t, OPTION_ADAPTER);
+  if (strcmp(tool_text(t, OPTION_RUN_DTYPE), "file") == 0) options.dtype = EG_DTYPE_UNDEFINED;
   eg_status status = tool_load_model(t, &model);
   if (status == EG_OK) status = egi_safetensors_open(t->ctx, tool_text(t, OPTION_INPUTS), &file);
   if (status == EG_OK) status = eg_runner_create(model, &options, &runner);

@@ -65,6 +65,8 @@ static eg_status prepare_lane(generation *g) {
   EG_TRY(egi_inputs_find(g->runner->generation, &g->lane_arena, &inputs));
   egi_bucket bucket = {1, planned_length(g->n_tokens, g->capacity)};
   if (inputs.fixed_batch > 0) bucket.batch = inputs.fixed_batch;
+  int64_t n_positions = egi_positions_count(g->runner->generation, &inputs);
+  if (n_positions > 0 && bucket.sequence > n_positions) bucket.sequence = (uint32_t)n_positions;
   if (inputs.fixed_sequence > 0) bucket.sequence = inputs.fixed_sequence;
   if (bucket.sequence < g->n_tokens)
     return egi_fail(g->runner->ctx, EG_ERROR_ARGUMENT, "the model takes at most %u tokens", bucket.sequence);

@@ -9,11 +9,11 @@ typedef struct role_row {
 } role_row;
 
 /* Names that exporters (torch.onnx, optimum, onnxruntime-genai) give. */
-static const role_row role_rows[] = {{"input_ids", EGI_FEED_INPUT_IDS},
-                                     {"attention_mask", EGI_FEED_ATTENTION_MASK},
-                                     {"position_ids", EGI_FEED_POSITION_IDS},
-                                     {"cache_position", EGI_FEED_POSITION_IDS},
-                                     {EGI_INPUT_LABELS, EGI_FEED_LABELS}};
+static const role_row role_rows[] = {
+    {"input_ids", EGI_FEED_INPUT_IDS},         {"attention_mask", EGI_FEED_ATTENTION_MASK},
+    {"input_mask", EGI_FEED_ATTENTION_MASK},   {"mask", EGI_FEED_ATTENTION_MASK},
+    {"position_ids", EGI_FEED_POSITION_IDS},   {"positions", EGI_FEED_POSITION_IDS},
+    {"cache_position", EGI_FEED_POSITION_IDS}, {EGI_INPUT_LABELS, EGI_FEED_LABELS}};
 
 static const egi_value *input_value(const egi_graph *graph, uint32_t input) {
   return &graph->values[graph->inputs[input]];
@@ -52,7 +52,8 @@ static egi_feed role_of(const egi_value *value) {
   return EGI_FEED_OTHER;
 }
 
-/* An input under another name is the tokens when it is the only integer matrix without a role. */
+/* An input under another name is the tokens when it is the only integer matrix without a role, or the only one that
+ * indexes a table. */
 static bool find_ids(const egi_graph *graph, egi_feed *roles, uint32_t *out_ids) {
   uint32_t n_candidates = 0, candidate = 0;
   for (uint32_t i = 0; i < graph->n_inputs; i++) {
@@ -64,7 +65,12 @@ static bool find_ids(const egi_graph *graph, egi_feed *roles, uint32_t *out_ids)
     n_candidates++;
     candidate = i;
   }
-  if (n_candidates != 1) return false;
+  egi_value_id tokens;
+  if (n_candidates == 0) return false;
+  if (n_candidates > 1) {
+    if (egi_find_token_input(graph, &tokens) != EG_OK) return false;
+    candidate = graph->values[tokens].index;
+  }
   roles[candidate] = EGI_FEED_INPUT_IDS;
   *out_ids = candidate;
   return true;
@@ -123,6 +129,7 @@ eg_status egi_binder_begin(egi_binder *binder, const egi_graph *graph, egi_arena
   const egi_dims *dims = graph->module->dims;
   size_t n = egi_dims_symbol_count(dims);
   binder->graph = graph;
+  binder->past = 0;
   binder->n = n;
   binder->bindings = EGI_NEW(arena, egi_binding, n + 1);
   binder->is_bound = EGI_NEW(arena, bool, n + 1);
@@ -178,7 +185,7 @@ static bool is_bound(const egi_binder *binder, uint32_t input, int axis) {
   return true;
 }
 
-/* No earlier tokens: the first free dimension behind the batch is the length of the cache. */
+/* The first free dimension behind the batch is the length of the cache: the caller's, or that of the caches given. */
 static eg_status bind_cache(egi_binder *binder, uint32_t input, uint32_t batch) {
   const egi_value *value = input_value(binder->graph, input);
   bool is_empty = false;
@@ -187,7 +194,7 @@ static eg_status bind_cache(egi_binder *binder, uint32_t input, uint32_t batch) 
     int64_t size;
     bool is_known = egi_dim_evaluate(binder->graph->module->dims, value->dims[axis], binder->bindings, 0, &size);
     if (is_known || is_empty) continue;
-    EG_TRY(egi_binder_assign(binder, input, axis, 0));
+    if (!is_bound(binder, input, axis)) EG_TRY(egi_binder_assign(binder, input, axis, binder->past));
     is_empty = true;
   }
   return EG_OK;
@@ -201,7 +208,8 @@ static eg_status bind_role(egi_binder *binder, const egi_inputs *inputs, uint32_
   case EGI_FEED_LABELS:
   case EGI_FEED_ATTENTION_MASK:
     EG_TRY(egi_binder_assign(binder, input, 0, bucket->batch));
-    return egi_binder_assign(binder, input, 1, bucket->sequence);
+    size = inputs->roles[input] == EGI_FEED_ATTENTION_MASK ? binder->past : 0;
+    return egi_binder_assign(binder, input, 1, bucket->sequence + size);
   case EGI_FEED_POSITION_IDS:
     if (value->rank == 2 && !(egi_dim_value(binder->graph->module->dims, value->dims[0], &size) && size == 1))
       EG_TRY(egi_binder_assign(binder, input, 0, bucket->batch));

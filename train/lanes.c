@@ -4,6 +4,17 @@
 
 #include <string.h>
 
+/* A table of positions ends somewhere; found here, not at the first long document. */
+static eg_status check_length(const egi_lanes *lanes, const egi_bucket *buckets, size_t n_buckets) {
+  int64_t n_positions = egi_positions_count(lanes->inputs.graph, &lanes->inputs);
+  for (size_t i = 0; i < n_buckets && n_positions > 0; i++)
+    if (buckets[i].sequence > n_positions)
+      return egi_fail(lanes->inputs.graph->module->ctx, EG_ERROR_DATA,
+                      "%u tokens in a row, but the model has a table of %lld positions", buckets[i].sequence,
+                      (long long)n_positions);
+  return EG_OK;
+}
+
 static eg_status plan_lane(egi_lanes *lanes, const egi_backend *backend, egi_lane *lane, egi_arena *arena) {
   const egi_graph *graph = lanes->inputs.graph;
   egi_binder binder;
@@ -19,6 +30,7 @@ eg_status egi_lanes_plan(egi_lanes *lanes, const egi_graph *graph, const egi_bac
   memset(lanes, 0, sizeof *lanes);
   EG_TRY(egi_inputs_find(graph, arena, &lanes->inputs));
   EG_TRY(egi_inputs_check(&lanes->inputs));
+  EG_TRY(check_length(lanes, buckets, n_buckets));
   lanes->lanes = EGI_NEW(arena, egi_lane, n_buckets);
   if (lanes->lanes == NULL) return EG_ERROR_MEMORY;
   for (size_t i = 0; i < n_buckets; i++) {
@@ -87,8 +99,7 @@ static int64_t get_number(egi_feed role, const batch_row *row, uint32_t t) {
   return 0;
 }
 
-/* Converts to the input's type; returns the number of bytes. */
-static size_t convert(const int64_t *numbers, size_t n, eg_dtype dtype, void *bytes) {
+size_t egi_numbers_convert(const int64_t *numbers, size_t n, eg_dtype dtype, void *bytes) {
   uint8_t *flags = bytes;
   int32_t *whole = bytes;
   float *real = bytes;
@@ -108,8 +119,7 @@ static size_t convert(const int64_t *numbers, size_t n, eg_dtype dtype, void *by
   }
 }
 
-/* Rows that the input has: positions may be one row for all. */
-static uint32_t count_rows(const egi_graph *graph, const egi_value *value, uint32_t batch) {
+uint32_t egi_input_rows(const egi_graph *graph, const egi_value *value, uint32_t batch) {
   int64_t size;
   if (value->rank < 2) return 1;
   egi_dims *dims = graph->module->dims;
@@ -121,13 +131,13 @@ eg_status egi_lane_fill_input(const egi_lanes *lanes, const egi_lane *lane, uint
   const egi_graph *graph = lanes->inputs.graph;
   const egi_value *value = &graph->values[graph->inputs[input]];
   egi_feed role = lanes->inputs.roles[input];
-  uint32_t n_rows = count_rows(graph, value, lane->bucket.batch), sequence = lane->bucket.sequence;
+  uint32_t n_rows = egi_input_rows(graph, value, lane->bucket.batch), sequence = lane->bucket.sequence;
   if (role == EGI_FEED_CACHE) return EG_OK; /* holds nothing */
   for (uint32_t r = 0; r < n_rows; r++) {
     batch_row row = get_row(documents, range, r);
     for (uint32_t t = 0; t < sequence; t++) lanes->numbers[(size_t)r * sequence + t] = get_number(role, &row, t);
   }
-  size_t size_bytes = convert(lanes->numbers, (size_t)n_rows * sequence, value->dtype, lanes->bytes);
+  size_t size_bytes = egi_numbers_convert(lanes->numbers, (size_t)n_rows * sequence, value->dtype, lanes->bytes);
   return egi_session_set_input(lane->session, input, lanes->bytes, size_bytes);
 }
 

@@ -11,7 +11,7 @@ static eg_status check_device(eg_context *ctx, const char *device, eg_dtype dtyp
   if (device == NULL || strcmp(device, "cpu") != 0)
     return egi_fail(ctx, EG_ERROR_UNSUPPORTED, "this build has no device \"%s\", only \"cpu\"",
                     device != NULL ? device : "");
-  if (dtype != EG_DTYPE_F32)
+  if (dtype != EG_DTYPE_F32 && dtype != EG_DTYPE_UNDEFINED)
     return egi_fail(ctx, EG_ERROR_UNSUPPORTED, "activations %s are not supported on the CPU, only f32",
                     dtype_option(dtype));
   return EG_OK;
@@ -22,13 +22,15 @@ eg_status egi_run_passes(egi_graph *graph, const char *const *names, size_t n_na
   return egi_passes_run(graph, names, n_names, &options, NULL);
 }
 
-static eg_status prepare_graph(egi_machine *machine, const eg_model *model) {
+static eg_status prepare_graph(egi_machine *machine, const eg_model *model, eg_dtype dtype) {
   static const char *const widen[] = {"widen_floats", "eliminate_common", "eliminate_dead"};
+  static const char *const keep[] = {"widen_products"};
   static const egi_pipeline_options options;
   EG_TRY(egi_module_clone(model->module, &machine->module));
   machine->graph = machine->module->graphs[0];
   EG_TRY(egi_passes_run_stage(machine->graph, EGI_STAGE_CANONICALISE, &options));
   EG_TRY(egi_passes_run_stage(machine->graph, EGI_STAGE_RECOGNISE, &options));
+  if (dtype == EG_DTYPE_UNDEFINED) return egi_run_passes(machine->graph, keep, EGI_COUNT(keep), NULL);
   return egi_run_passes(machine->graph, widen, EGI_COUNT(widen), NULL);
 }
 
@@ -37,7 +39,7 @@ eg_status egi_machine_prepare(egi_machine *machine, const eg_model *model, const
   machine->ctx = model->ctx;
   machine->backend = egi_backend_cpu();
   EG_TRY(check_device(model->ctx, device, dtype));
-  return prepare_graph(machine, model);
+  return prepare_graph(machine, model, dtype);
 }
 
 eg_status egi_machine_allocate(egi_machine *machine) {
@@ -75,19 +77,34 @@ static int64_t constant_dim(const egi_graph *graph, egi_value_id value, int axis
   return egi_dim_value(dims, egi_dim_resolve(dims, v->dims[axis]), &size) ? size : 0;
 }
 
-static int64_t count_embeddings(const egi_graph *graph, egi_value_id ids) {
+/* Rows of the smallest table that the input indexes; 0: none, or of unknown size. */
+static int64_t count_rows(const egi_graph *graph, egi_value_id input) {
+  int64_t smallest = 0;
   for (egi_node_id n = 1; n < graph->n_nodes; n++) {
     const egi_node *node = &graph->nodes[n];
-    if (node->op == EGI_OP_Gather && egi_node_int(node, "axis", 0) == 0 && source_of(graph, node->inputs[1]) == ids)
-      return constant_dim(graph, node->inputs[0], 0);
+    unsigned table = 0, index = node->op == EGI_OP_RotaryEmbedding ? 3 : 1;
+    bool is_lookup = node->op == EGI_OP_Gather && egi_node_int(node, "axis", 0) == 0;
+    if (node->op == EGI_OP_RotaryEmbedding) table = 1, is_lookup = node->n_inputs > 3 && node->inputs[3] != 0;
+    if (!is_lookup || source_of(graph, node->inputs[index]) != input) continue;
+    int64_t rows = constant_dim(graph, node->inputs[table], 0);
+    if (rows > 0 && (smallest == 0 || rows < smallest)) smallest = rows;
   }
-  return 0;
+  return smallest;
+}
+
+int64_t egi_positions_count(const egi_graph *graph, const egi_inputs *inputs) {
+  int64_t smallest = 0;
+  for (uint32_t i = 0; i < graph->n_inputs; i++) {
+    int64_t rows = inputs->roles[i] == EGI_FEED_POSITION_IDS ? count_rows(graph, graph->inputs[i]) : 0;
+    if (rows > 0 && (smallest == 0 || rows < smallest)) smallest = rows;
+  }
+  return smallest;
 }
 
 eg_status egi_vocabulary_find(const egi_graph *graph, const egi_inputs *inputs, egi_vocabulary *out_vocabulary) {
   egi_value_id logits;
   EG_TRY(egi_find_logits(graph, &logits));
-  out_vocabulary->n_embeddings = count_embeddings(graph, graph->inputs[inputs->ids]);
+  out_vocabulary->n_embeddings = count_rows(graph, graph->inputs[inputs->ids]);
   out_vocabulary->n_logits = constant_dim(graph, logits, graph->values[logits].rank - 1);
   return EG_OK;
 }

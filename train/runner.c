@@ -85,6 +85,7 @@ typedef struct call {
   size_t n_inputs;
   egi_inputs roles; /* roles NULL: not a language model, nothing can be made */
   egi_bucket bucket;
+  int64_t past; /* tokens in the caches that are given */
 } call;
 
 static const egi_value *graph_input(const call *c, uint32_t index) {
@@ -99,8 +100,7 @@ static const eg_tensor *find_tensor(const call *c, uint32_t index) {
 }
 
 static bool is_convertible(eg_dtype from, eg_dtype to) {
-  bool is_whole = (from == EG_DTYPE_I64 || from == EG_DTYPE_I32) && (to == EG_DTYPE_I64 || to == EG_DTYPE_I32);
-  return from == to || is_whole;
+  return from == to || (egi_is_whole_type(from) && egi_is_whole_type(to));
 }
 
 static eg_status check_tensor(const call *c, uint32_t index, const eg_tensor *tensor) {
@@ -143,6 +143,7 @@ static eg_status check_inputs(const call *c) {
 static eg_status bind_sizes(const call *c, egi_binder *binder) {
   const egi_graph *graph = c->runner->machine.graph;
   EG_TRY(egi_binder_begin(binder, graph, &c->runner->run_arena));
+  binder->past = c->past;
   for (uint32_t i = 0; i < graph->n_inputs; i++) {
     const eg_tensor *tensor = find_tensor(c, i);
     for (int axis = 0; tensor != NULL && axis < (int)tensor->rank; axis++)
@@ -151,12 +152,19 @@ static eg_status bind_sizes(const call *c, egi_binder *binder) {
   return egi_binder_finish(binder, &c->roles, &c->bucket);
 }
 
-static eg_status make_session(const call *c) {
+static eg_status make_session(const call *c, bool *out_is_eager) {
   eg_runner *runner = c->runner;
   egi_binder binder;
   EG_TRY(bind_sizes(c, &binder));
-  egi_plan_options options = {.bindings = binder.bindings, .n_bindings = binder.n};
-  EG_TRY(egi_plan_create(runner->ctx, runner->machine.graph, runner->machine.backend, &options, &runner->plan));
+  bool is_dynamic = false;
+  egi_plan_options options = {.bindings = binder.bindings, .n_bindings = binder.n, .out_is_dynamic = &is_dynamic};
+  eg_status status =
+      egi_plan_create(runner->ctx, runner->machine.graph, runner->machine.backend, &options, &runner->plan);
+  if (status != EG_OK && is_dynamic && runner->machine.backend->is_host) {
+    *out_is_eager = true;
+    return EG_OK;
+  }
+  EG_TRY(status);
   return egi_session_create(runner->machine.store, runner->plan, runner->machine.scratch, &runner->session);
 }
 
@@ -168,61 +176,86 @@ static uint64_t count_tensor(const eg_tensor *tensor) {
   return count;
 }
 
-static eg_status set_given(const call *c, uint32_t index, const eg_tensor *tensor) {
+/* The caller's bytes, or a copy in the type that the graph takes. */
+static eg_status convert_given(const call *c, uint32_t index, const eg_tensor *tensor, const void **out_data,
+                               uint64_t *out_size_bytes) {
   eg_dtype dtype = graph_input(c, index)->dtype;
   uint64_t count = count_tensor(tensor), size_bytes;
   if (!egi_dtype_bytes(dtype, count, &size_bytes))
     return egi_fail(c->runner->ctx, EG_ERROR_ARGUMENT, "input too large");
-  if (dtype == tensor->dtype) return egi_session_set_input(c->runner->session, index, tensor->data, (size_t)size_bytes);
+  *out_size_bytes = size_bytes;
+  *out_data = tensor->data;
+  if (dtype == tensor->dtype) return EG_OK;
   void *copy = egi_arena_get(&c->runner->run_arena, (size_t)count, size_bytes > 0 ? (size_t)(size_bytes / count) : 1);
   if (copy == NULL) return EG_ERROR_MEMORY;
-  for (uint64_t i = 0; i < count; i++) {
-    if (dtype == EG_DTYPE_I32) ((int32_t *)copy)[i] = (int32_t)((const int64_t *)tensor->data)[i];
-    if (dtype == EG_DTYPE_I64) ((int64_t *)copy)[i] = ((const int32_t *)tensor->data)[i];
-  }
-  return egi_session_set_input(c->runner->session, index, copy, (size_t)size_bytes);
+  *out_data = copy;
+  return egi_convert_whole(c->runner->ctx, tensor, count, dtype, copy);
 }
 
-/* Positions that do not rise by one are several documents in a row, which a made mask would mix. */
-static eg_status check_positions(const call *c) {
-  for (uint32_t i = 0; i < c->runner->machine.graph->n_inputs && c->roles.roles != NULL; i++) {
-    const eg_tensor *tensor = find_tensor(c, i);
-    if (c->roles.roles[i] != EGI_FEED_POSITION_IDS || tensor == NULL || tensor->rank != 2) continue;
-    for (int64_t k = 0; k < tensor->dims[0] * tensor->dims[1]; k++) {
-      bool is_start = k % tensor->dims[1] == 0;
-      int64_t at =
-          tensor->dtype == EG_DTYPE_I64 ? ((const int64_t *)tensor->data)[k] : ((const int32_t *)tensor->data)[k];
-      int64_t before = is_start                        ? at
-                       : tensor->dtype == EG_DTYPE_I64 ? ((const int64_t *)tensor->data)[k - 1]
-                                                       : ((const int32_t *)tensor->data)[k - 1];
-      if (at < before)
-        return egi_fail(c->runner->ctx, EG_ERROR_UNSUPPORTED,
-                        "\"%s\" restarts within a row: packed rows are not supported", tensor->name);
-    }
-  }
+static eg_status set_given(const call *c, uint32_t index, const eg_tensor *tensor) {
+  const void *data;
+  uint64_t size_bytes;
+  EG_TRY(convert_given(c, index, tensor, &data, &size_bytes));
+  return egi_session_set_input(c->runner->session, index, data, (size_t)size_bytes);
+}
+
+/* The first input of that role that is given. */
+static const eg_tensor *find_given(const call *c, egi_feed role) {
+  for (uint32_t i = 0; i < c->runner->machine.graph->n_inputs; i++)
+    if (c->roles.roles[i] == role && find_tensor(c, i) != NULL) return find_tensor(c, i);
+  return NULL;
+}
+
+/* A mask of ones, or positions. */
+static eg_status make_numbers(const call *c, uint32_t index, int64_t **out_numbers, size_t *out_count) {
+  const eg_tensor *positions = find_given(c, EGI_FEED_POSITION_IDS);
+  bool is_mask = c->roles.roles[index] == EGI_FEED_ATTENTION_MASK;
+  egi_making making = {c->bucket.batch, c->bucket.sequence, (uint64_t)c->past, find_given(c, EGI_FEED_ATTENTION_MASK)};
+  uint64_t n_rows = egi_input_rows(c->runner->machine.graph, graph_input(c, index), c->bucket.batch);
+  uint64_t count = n_rows * (making.sequence + (is_mask ? making.past : 0));
+  int64_t *numbers = EGI_NEW(&c->runner->run_arena, int64_t, count > 0 ? (size_t)count : 1);
+  if (numbers == NULL) return EG_ERROR_MEMORY;
+  if (is_mask && positions != NULL && positions->rank == 2) EG_TRY(egi_check_positions(c->runner->ctx, positions));
+  if (!is_mask) egi_make_positions(&making, n_rows, numbers);
+  for (uint64_t i = 0; is_mask && i < count; i++) numbers[i] = 1;
+  *out_numbers = numbers;
+  *out_count = (size_t)count;
   return EG_OK;
 }
 
 static eg_status set_made(const call *c, uint32_t index) {
-  egi_feed role = c->roles.roles[index];
-  egi_lanes lanes = {.inputs = c->roles};
-  egi_lane lane = {.bucket = c->bucket, .plan = c->runner->plan, .session = c->runner->session};
-  if (role == EGI_FEED_CACHE) return EG_OK;
-  if (role == EGI_FEED_ATTENTION_MASK) EG_TRY(check_positions(c));
-  size_t count = (size_t)c->bucket.batch * c->bucket.sequence;
-  lanes.numbers = EGI_NEW(&c->runner->run_arena, int64_t, count > 0 ? count : 1);
-  lanes.bytes = EGI_NEW(&c->runner->run_arena, int64_t, count > 0 ? count : 1);
-  if (lanes.numbers == NULL || lanes.bytes == NULL) return EG_ERROR_MEMORY;
-  return egi_lane_fill_input(&lanes, &lane, index, NULL, NULL);
+  int64_t *numbers;
+  size_t count;
+  if (c->roles.roles[index] == EGI_FEED_CACHE) return EG_OK;
+  EG_TRY(make_numbers(c, index, &numbers, &count));
+  void *bytes = EGI_NEW(&c->runner->run_arena, int64_t, count > 0 ? count : 1);
+  if (bytes == NULL) return EG_ERROR_MEMORY;
+  size_t size_bytes = egi_numbers_convert(numbers, count, graph_input(c, index)->dtype, bytes);
+  return egi_session_set_input(c->runner->session, index, bytes, size_bytes);
 }
 
 /* ---- outputs ---- */
 
+static eg_status make_outputs(const call *c, eg_tensor **out_outputs) {
+  uint32_t n_outputs = c->runner->machine.graph->n_outputs;
+  *out_outputs = EGI_NEW(&c->runner->run_arena, eg_tensor, n_outputs > 0 ? n_outputs : 1);
+  return *out_outputs != NULL ? EG_OK : EG_ERROR_MEMORY;
+}
+
+static void set_output(const call *c, uint32_t index, const egi_tensor *tensor, const void *data, eg_tensor *out) {
+  const egi_graph *graph = c->runner->machine.graph;
+  *out = (eg_tensor){.name = graph->values[graph->outputs[index]].name,
+                     .dtype = tensor->dtype,
+                     .rank = (uint32_t)tensor->rank,
+                     .data = data};
+  memcpy(out->dims, tensor->dims, sizeof tensor->dims);
+}
+
 static eg_status read_outputs(const call *c, const eg_tensor **out_outputs, size_t *out_count) {
   const egi_graph *graph = c->runner->machine.graph;
   egi_arena *arena = &c->runner->run_arena;
-  eg_tensor *outputs = EGI_NEW(arena, eg_tensor, graph->n_outputs > 0 ? graph->n_outputs : 1);
-  if (outputs == NULL) return EG_ERROR_MEMORY;
+  eg_tensor *outputs;
+  EG_TRY(make_outputs(c, &outputs));
   for (uint32_t i = 0; i < graph->n_outputs; i++) {
     egi_tensor tensor;
     uint64_t size_bytes;
@@ -231,18 +264,45 @@ static eg_status read_outputs(const call *c, const eg_tensor **out_outputs, size
     void *data = egi_arena_get(arena, 1, size_bytes > 0 ? (size_t)size_bytes : 1);
     if (data == NULL) return EG_ERROR_MEMORY;
     EG_TRY(egi_session_read_output(c->runner->session, i, data, (size_t)size_bytes));
-    outputs[i] = (eg_tensor){.name = graph->values[graph->outputs[i]].name,
-                             .dtype = tensor.dtype,
-                             .rank = (uint32_t)tensor.rank,
-                             .data = data};
-    memcpy(outputs[i].dims, tensor.dims, sizeof tensor.dims);
+    set_output(c, i, &tensor, data, &outputs[i]);
   }
   *out_outputs = outputs;
   *out_count = graph->n_outputs;
   return EG_OK;
 }
 
-/* Batch and sequence of input_ids, when the graph has such an input and it is given. */
+/* Without a plan: every input is given, nothing is made. */
+static eg_status run_eagerly(const call *c, const eg_tensor **out_outputs, size_t *out_count) {
+  const egi_graph *graph = c->runner->machine.graph;
+  egi_arena *arena = &c->runner->run_arena;
+  egi_tensor *inputs = EGI_NEW(arena, egi_tensor, (size_t)graph->n_inputs + 1);
+  egi_tensor *results = EGI_NEW(arena, egi_tensor, (size_t)graph->n_outputs + 1);
+  eg_tensor *outputs;
+  if (inputs == NULL || results == NULL) return EG_ERROR_MEMORY;
+  EG_TRY(make_outputs(c, &outputs));
+  for (uint32_t i = 0; i < graph->n_inputs; i++) {
+    const eg_tensor *tensor = find_tensor(c, i);
+    const void *data;
+    uint64_t size_bytes;
+    if (tensor == NULL)
+      return egi_fail(c->runner->ctx, EG_ERROR_ARGUMENT,
+                      "input \"%s\" is missing, and cannot be made: shapes of this model depend on data",
+                      graph_input(c, i)->name);
+    EG_TRY(convert_given(c, i, tensor, &data, &size_bytes));
+    inputs[i] = (egi_tensor){.data = (void *)(uintptr_t)data, /* only read */
+                             .dtype = graph_input(c, i)->dtype,
+                             .rank = (int)tensor->rank};
+    memcpy(inputs[i].dims, tensor->dims, sizeof inputs[i].dims);
+    egi_tensor_set_contiguous(&inputs[i]);
+  }
+  EG_TRY(egi_eager_run(c->runner->machine.store, graph, inputs, arena, results));
+  for (uint32_t i = 0; i < graph->n_outputs; i++) set_output(c, i, &results[i], results[i].data, &outputs[i]);
+  *out_outputs = outputs;
+  *out_count = graph->n_outputs;
+  return EG_OK;
+}
+
+/* Batch and sequence of input_ids, when the graph has such an input and it is given; length of the caches. */
 static eg_status find_roles(call *c) {
   const egi_graph *graph = c->runner->machine.graph;
   egi_inputs roles;
@@ -251,6 +311,11 @@ static eg_status find_roles(call *c) {
     return EG_OK;
   }
   c->roles = roles;
+  for (uint32_t i = 0; i < graph->n_inputs && c->past == 0; i++)
+    if (roles.roles[i] == EGI_FEED_CACHE && find_tensor(c, i) != NULL)
+      c->past = egi_cache_length(graph, i, find_tensor(c, i));
+  if (c->past > UINT32_MAX)
+    return egi_fail(c->runner->ctx, EG_ERROR_ARGUMENT, "a cache of %lld tokens", (long long)c->past);
   const eg_tensor *ids = find_tensor(c, roles.ids);
   if (ids == NULL || ids->rank != 2) return EG_OK;
   if (ids->dims[0] < 1 || ids->dims[1] < 1 || ids->dims[0] > UINT32_MAX || ids->dims[1] > UINT32_MAX)
@@ -265,7 +330,9 @@ eg_status egi_runner_run(eg_runner *runner, const eg_tensor *inputs, size_t n_in
   close_run(runner);
   EG_TRY(find_roles(&c));
   EG_TRY(check_inputs(&c));
-  EG_TRY(make_session(&c));
+  bool is_eager = false;
+  EG_TRY(make_session(&c, &is_eager));
+  if (is_eager) return run_eagerly(&c, out_outputs, out_count);
   for (uint32_t i = 0; i < runner->machine.graph->n_inputs; i++) {
     const eg_tensor *tensor = find_tensor(&c, i);
     EG_TRY(tensor != NULL ? set_given(&c, i, tensor) : set_made(&c, i));

@@ -80,6 +80,7 @@ eg_status egi_inputs_check(const egi_inputs *inputs);
 /* Values of the symbols in the inputs' dims. */
 typedef struct egi_binder {
   const egi_graph *graph;
+  int64_t past; /* tokens in the caches: a mask is that much longer than the tokens */
   egi_binding *bindings;
   bool *is_bound;
   size_t n;
@@ -113,6 +114,10 @@ void egi_lanes_close(egi_lanes *lanes);
  * no label: nothing of them reaches the loss. */
 eg_status egi_lanes_fill(const egi_lanes *lanes, const egi_documents *documents, const egi_batch_range *range,
                          egi_lane **out_lane);
+/* Rows of an input: a batch of them, or one row of positions for all. */
+uint32_t egi_input_rows(const egi_graph *graph, const egi_value *value, uint32_t batch);
+/* Converts to the type of an input; returns the number of bytes. */
+size_t egi_numbers_convert(const int64_t *numbers, size_t n, eg_dtype dtype, void *bytes);
 /* One input of a lane; without documents (NULL) all rows are beyond them: masks of ones, positions. */
 eg_status egi_lane_fill_input(const egi_lanes *lanes, const egi_lane *lane, uint32_t input,
                               const egi_documents *documents, const egi_batch_range *range);
@@ -132,7 +137,8 @@ typedef struct egi_machine {
   egi_store *store;
   egi_scratch *scratch;
 } egi_machine;
-/* Clones, canonicalises, recognises, widens. EG_ERROR_UNSUPPORTED for a device or type this build has not. */
+/* Clones, canonicalises, recognises, widens (not for EG_DTYPE_UNDEFINED: types stay as in the file).
+ * EG_ERROR_UNSUPPORTED for a device or type this build has not. */
 eg_status egi_machine_prepare(egi_machine *machine, const eg_model *model, const char *device, eg_dtype dtype);
 eg_status egi_machine_allocate(egi_machine *machine);
 void egi_machine_close(egi_machine *machine);
@@ -143,6 +149,8 @@ typedef struct egi_vocabulary {
   int64_t n_embeddings, n_logits;
 } egi_vocabulary;
 eg_status egi_vocabulary_find(const egi_graph *graph, const egi_inputs *inputs, egi_vocabulary *out_vocabulary);
+/* Positions that the tables indexed by position inputs have; 0: not known. */
+int64_t egi_positions_count(const egi_graph *graph, const egi_inputs *inputs);
 eg_status egi_vocabulary_check(eg_context *ctx, const egi_vocabulary *vocabulary, const egi_documents *documents);
 
 /* ---- adapters and parameters ---------------------------------------------------------------------------------- */
@@ -255,6 +263,20 @@ eg_status egi_runner_generate(eg_runner *runner, const int32_t *prompt_ids, size
                               const eg_generate_options *options, eg_token_function on_token, void *userdata);
 /* Number of logits; 0: the graph does not say. */
 int64_t egi_runner_vocabulary(const eg_runner *runner);
+
+/* runner_inputs.c: int64, int32 and bool stand for each other as long as the numbers fit. */
+bool egi_is_whole_type(eg_dtype dtype);
+eg_status egi_convert_whole(eg_context *ctx, const eg_tensor *tensor, uint64_t count, eg_dtype dtype, void *out);
+/* Tokens in a cache that is given: its first free dimension behind the batch. */
+int64_t egi_cache_length(const egi_graph *graph, uint32_t input, const eg_tensor *tensor);
+/* Positions [rows, sequence] that do not rise are several documents in a row, which a made mask would mix. */
+eg_status egi_check_positions(eg_context *ctx, const eg_tensor *tensor);
+typedef struct egi_making {
+  uint64_t batch, sequence, past; /* past: tokens in the caches */
+  const eg_tensor *mask;          /* the caller's, or NULL */
+} egi_making;
+/* Positions of n_rows rows of tokens. */
+void egi_make_positions(const egi_making *making, uint64_t n_rows, int64_t *out_positions);
 
 /* Chooses the next token from logits [n]; `scratch` has room for n pairs. */
 typedef struct egi_candidate {

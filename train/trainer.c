@@ -26,6 +26,7 @@ static eg_status check_options(eg_context *ctx, const eg_trainer_options *o) {
   if (!(o->beta2 >= 0.0 && o->beta2 < 1.0)) wrong = "beta2";
   if (!is_within(o->epsilon, 0.0, 1.0)) wrong = "epsilon";
   if (!is_within(o->clip, 0.0, 1e12)) wrong = "clip";
+  if (o->dtype == EG_DTYPE_UNDEFINED) wrong = "dtype";
   if (o->tokens < 2) wrong = "tokens";
   if (o->accumulate < 1) wrong = "accumulate";
   if (o->n_steps == 0 && !(o->n_epochs > 0.0 && o->n_epochs <= 1e9)) wrong = "n_epochs";
@@ -143,12 +144,23 @@ static void set_state(eg_trainer *trainer) {
                                     .loss_scale = 1.0f};
 }
 
+static eg_status check_targets(const eg_trainer *trainer) {
+  const egi_documents *documents = trainer->dataset->documents;
+  for (size_t i = 0; i < trainer->n_batches; i++) {
+    uint64_t n_targets, n_tokens;
+    egi_batch_count(documents, &trainer->batches[i], &n_targets, &n_tokens);
+    if (n_targets > 0) return EG_OK;
+  }
+  return egi_fail(trainer->ctx, EG_ERROR_DATA, "%s: no token is a target", documents->path);
+}
+
 static eg_status make(eg_trainer *trainer, const egi_peft *peft) {
   const eg_trainer_options *o = &trainer->options;
   if (peft != NULL) EG_TRY(check_peft(trainer, peft));
   EG_TRY(egi_machine_prepare(&trainer->machine, trainer->model, o->device, o->dtype));
   EG_TRY(egi_trainer_build(trainer, peft));
   EG_TRY(plan_batches(trainer));
+  EG_TRY(check_targets(trainer));
   EG_TRY(check_budget(trainer));
   EG_TRY(allocate(trainer, peft));
   trainer->n_steps = count_steps(trainer);

@@ -82,10 +82,25 @@ static eg_status build_optimizer(eg_trainer *trainer) {
   return egi_graph_tidy(trainer->optimizer);
 }
 
+/* Training plans everything before the first step. Known loops and branches are gone by now. */
+static eg_status check_static(const egi_graph *graph) {
+  for (egi_node_id id = 1; id < graph->n_nodes; id++) {
+    const egi_node *node = &graph->nodes[id];
+    if (node->op == EGI_OP_If || node->op == EGI_OP_Loop || node->op == EGI_OP_Scan)
+      return egi_fail_node(graph, id, EG_ERROR_UNSUPPORTED, "what it runs is decided by data: it cannot be trained");
+    for (uint16_t i = 0; i < node->n_outputs && node->op != EGI_OP_NONE; i++)
+      if (node->outputs[i] != 0 && graph->values[node->outputs[i]].rank < 0)
+        return egi_fail_node(graph, id, EG_ERROR_UNSUPPORTED,
+                             "the shape of its result depends on data: it cannot be trained");
+  }
+  return EG_OK;
+}
+
 eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
   static const char *const adapt_passes[] = {"append_loss", "graft_adapters", "eliminate_dead"};
   static const char *const differentiate_passes[] = {"differentiate", "eliminate_common", "eliminate_dead"};
   egi_machine *machine = &trainer->machine;
+  EG_TRY(check_static(machine->graph));
   EG_TRY(find_vocabulary(trainer));
   EG_TRY(choose_adapters(trainer, peft));
   egi_adapt_options adapt = {.adapters = trainer->adapters.targets,

@@ -1,4 +1,4 @@
-/* Attention: tiles of 64 queries x 256 keys with an online softmax (Dao et al., FlashAttention, arXiv 2205.14135),
+/* Attention: tiles of 64 queries x 384 keys with an online softmax (Dao et al., FlashAttention, arXiv 2205.14135),
  * never the whole matrix of scores; tiles that causality, window or mask hide are skipped. A task is one tile of
  * queries of one head: it goes through the keys in order, so results do not depend on the number of threads. Products
  * accumulate in the element type, the sums of a row's exponentials over tiles in f64. */

@@ -123,7 +123,7 @@ egi_key_range egi_attention_range(const egi_attention *a, const egi_attention_he
   int64_t position = query + head->offset;
   egi_key_range range = {0, smaller(head->length, a->mask_columns)};
   if (a->is_causal) range.last = smaller(range.last, position + 1);
-  if (a->right >= 0 && a->right < a->n_keys) range.last = smaller(range.last, position + a->right + 1);
+  if (a->right >= 0 && a->right < a->n_keys + a->n_queries) range.last = smaller(range.last, position + a->right + 1);
   if (a->left >= 0 && a->left < a->n_keys + a->n_queries) range.first = larger(0, position - a->left);
   range.last = larger(range.last, 0);
   range.first = smaller(range.first, range.last);

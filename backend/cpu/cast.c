@@ -1,6 +1,8 @@
-/* Cast between all types of at least 8 bits: a loop for each pair. Floats to f16 and bf16 are rounded once, to nearest
- * even; float to integer truncates and saturates (NaN: 0); integers keep their low bits; not zero is true. */
+/* Cast between all types: a loop for each pair of those up to bfloat16, narrow.c for the others. Floats to f16 and bf16
+ * are rounded once, to nearest even; float to integer truncates and saturates (NaN: 0); integers keep their low bits;
+ * not zero is true. */
 #include "backend/cpu/elementwise.h"
+#include "backend/cpu/narrow.h"
 
 /* Saturating conversions; MAX + 1 is a power of two and so exact in double. */
 #define SATURATE(P, T, MIN, MAX)                   \
@@ -179,8 +181,13 @@ egi_inner egi_cast_inner(eg_dtype to, eg_dtype from) {
 
 typedef struct cast_params {
   const egi_isa *isa;
-  egi_inner inner;
+  egi_inner inner; /* NULL: one of the types is narrow */
+  egi_narrowing narrowing;
 } cast_params;
+
+static bool is_addressable(const egi_tensor *tensor) {
+  return egi_is_number(tensor->dtype) && (egi_dtype_bits(tensor->dtype) >= 8 || egi_tensor_is_contiguous(tensor));
+}
 
 eg_status egi_cpu_prepare_cast(egi_kernel_plan *plan) {
   cast_params *p = EGI_NEW(plan->arena, cast_params, 1);
@@ -188,13 +195,20 @@ eg_status egi_cpu_prepare_cast(egi_kernel_plan *plan) {
   p->isa = egi_cpu_isa();
   p->inner = egi_cast_inner(plan->outputs[0].dtype, plan->inputs[0].dtype);
   plan->params = p;
-  return p->inner == NULL ? egi_fail_types(plan) : EG_OK;
+  if (p->inner != NULL) return EG_OK;
+  if (!is_addressable(&plan->outputs[0]) || !is_addressable(&plan->inputs[0])) return egi_fail_types(plan);
+  p->narrowing = egi_narrowing_of(egi_plan_node(plan));
+  return EG_OK;
 }
 
 eg_status egi_cpu_run_cast(eg_context *ctx, const egi_kernel_call *call) {
   (void)ctx;
   const cast_params *p = call->params;
   egi_strided loop;
+  if (p->inner == NULL) {
+    egi_cast_narrow(&call->outputs[0], &call->inputs[0], &p->narrowing);
+    return EG_OK;
+  }
   egi_strided_init(&loop, &call->outputs[0]);
   egi_strided_add(&loop, &call->inputs[0]);
   egi_strided_collapse(&loop);

@@ -14,7 +14,11 @@
 #define KERNEL(symbol, prepare, run, flags)                   \
   eg_status egi_cpu_prepare_##prepare(egi_kernel_plan *plan); \
   eg_status egi_cpu_run_##run(eg_context *ctx, const egi_kernel_call *call);
+#define KERNEL_MEASURED(symbol, prepare, run, flags, measure) \
+  KERNEL(symbol, prepare, run, flags)                         \
+  eg_status egi_cpu_measure_##measure(const egi_kernel_plan *plan, egi_tensor *outputs);
 #include "backend/cpu/kernels.def"
+#undef KERNEL_MEASURED
 #undef KERNEL
 
 /* NULL for operators outside ops.def. */

@@ -1,9 +1,10 @@
-/* CumSum: running sums along an axis, floats in f64, integers modulo 2^64; a task is a number of whole lines. */
+/* CumSum and CumProd: running sums and products along an axis, floats in f64, integers modulo 2^64; a task is a number
+ * of whole lines. */
 #include "backend/cpu/elementwise.h"
 
 typedef struct cumsum_params {
   const egi_isa *isa;
-  bool is_exclusive, is_reverse, is_real;
+  bool is_exclusive, is_reverse, is_real, is_product;
   egi_inner load, store;
 } cumsum_params;
 
@@ -27,6 +28,7 @@ eg_status egi_cpu_prepare_cumsum(egi_kernel_plan *plan) {
   p->is_exclusive = egi_node_int(node, "exclusive", 0) != 0;
   p->is_reverse = egi_node_int(node, "reverse", 0) != 0;
   p->is_real = egi_dtype_is_float(dtype);
+  p->is_product = node->op == EGI_OP_CumProd;
   p->load = egi_cast_inner(p->is_real ? EG_DTYPE_F64 : EG_DTYPE_U64, dtype);
   p->store = egi_cast_inner(dtype, p->is_real ? EG_DTYPE_F64 : EG_DTYPE_U64);
   plan->params = p;
@@ -35,11 +37,26 @@ eg_status egi_cpu_prepare_cumsum(egi_kernel_plan *plan) {
 }
 
 static void add(const cumsum_params *p, number *sum, const number *value) {
-  if (p->is_real) {
+  if (p->is_product && p->is_real) {
+    sum->real *= value->real;
+  } else if (p->is_product) {
+    sum->natural *= value->natural;
+  } else if (p->is_real) {
     sum->real += value->real;
   } else {
     sum->natural += value->natural;
   }
+}
+
+/* The sum or product of nothing. */
+static number start_of(const cumsum_params *p) {
+  number start = {0};
+  if (p->is_product && p->is_real) {
+    start.real = 1.0;
+  } else if (p->is_product) {
+    start.natural = 1;
+  }
+  return start;
 }
 
 static void run_line(const cumsum_task *t, int64_t line) {
@@ -50,7 +67,7 @@ static void run_line(const cumsum_task *t, int64_t line) {
   int64_t strides[2] = {t->output.strides[last] * bytes, t->input.strides[last] * bytes};
   char *out = (char *)t->output.data + egi_row_offset(&t->output, last, line) * bytes;
   char *in = (char *)t->input.data + egi_row_offset(&t->input, last, line) * bytes;
-  number block[EGI_BLOCK], sum = {0};
+  number block[EGI_BLOCK], sum = start_of(p);
   for (int64_t i = 0; i < n; i += EGI_BLOCK) {
     int64_t m = n - i < EGI_BLOCK ? n - i : EGI_BLOCK;
     char *const loaded[2] = {(char *)block, in + i * strides[1]};
@@ -99,7 +116,7 @@ eg_status egi_cpu_run_cumsum(eg_context *ctx, const egi_kernel_call *call) {
   int position;
   if (!egi_tensor_integers(&call->inputs[1], &axis, 1, &count) || count != 1 ||
       !egi_normalise_axis(axis, input->rank, &position)) {
-    return egi_fail(ctx, EG_ERROR_DATA, "CumSum: the axis must be one integer in range of rank %d", input->rank);
+    return egi_fail(ctx, EG_ERROR_DATA, "running sum: the axis must be one integer in range of rank %d", input->rank);
   }
   if (egi_tensor_count(input) == 0) return EG_OK;
   cumsum_task task = {.params = p,

@@ -152,6 +152,24 @@ static egi_unary unary_of(egi_op op, bool is_tanh) {
   switch (op) {
   case EGI_OP_Abs:
     return EGI_UNARY_ABS;
+  case EGI_OP_Acos:
+    return EGI_UNARY_ACOS;
+  case EGI_OP_Acosh:
+    return EGI_UNARY_ACOSH;
+  case EGI_OP_Asin:
+    return EGI_UNARY_ASIN;
+  case EGI_OP_Asinh:
+    return EGI_UNARY_ASINH;
+  case EGI_OP_Atan:
+    return EGI_UNARY_ATAN;
+  case EGI_OP_Atanh:
+    return EGI_UNARY_ATANH;
+  case EGI_OP_Cosh:
+    return EGI_UNARY_COSH;
+  case EGI_OP_Sinh:
+    return EGI_UNARY_SINH;
+  case EGI_OP_Tan:
+    return EGI_UNARY_TAN;
   case EGI_OP_Ceil:
     return EGI_UNARY_CEIL;
   case EGI_OP_Cos:
@@ -172,6 +190,10 @@ static egi_unary unary_of(egi_op op, bool is_tanh) {
     return EGI_UNARY_RECIPROCAL;
   case EGI_OP_Relu:
     return EGI_UNARY_RELU;
+  case EGI_OP_Round:
+    return EGI_UNARY_ROUND;
+  case EGI_OP_Sign:
+    return EGI_UNARY_SIGN;
   case EGI_OP_Sigmoid:
     return EGI_UNARY_SIGMOID;
   case EGI_OP_Sin:

@@ -116,13 +116,15 @@ static uint64_t remainder_unsigned(uint64_t x, uint64_t y) {
   BINARY_LOOP(P##_fmod, T, T, remainder_signed(x, y)) \
   UNARY_LOOP(P##_abs, T, T, x < 0 ? 0 - (W)x : (W)x)  \
   UNARY_LOOP(P##_neg, T, T, 0 - (W)x)                 \
-  UNARY_LOOP(P##_relu, T, T, x < 0 ? 0 : x)
+  UNARY_LOOP(P##_relu, T, T, x < 0 ? 0 : x)           \
+  UNARY_LOOP(P##_sign, T, T, x > 0 ? 1 : x < 0 ? -1 : 0)
 
 #define UNSIGNED(P, T, W)                              \
   ARITHMETIC(P, T, W)                                  \
   BINARY_LOOP(P##_div, T, T, divide_unsigned(x, y))    \
   BINARY_LOOP(P##_mod, T, T, remainder_unsigned(x, y)) \
-  UNARY_LOOP(P##_abs, T, T, x)
+  UNARY_LOOP(P##_abs, T, T, x)                         \
+  UNARY_LOOP(P##_sign, T, T, x > 0 ? 1 : 0)
 
 SIGNED(i8, int8_t, uint32_t)
 SIGNED(i16, int16_t, uint32_t)
@@ -137,6 +139,7 @@ COMPARISONS(f64, double)
 
 BINARY_LOOP(bool_and, uint8_t, uint8_t, (x != 0) & (y != 0))
 BINARY_LOOP(bool_or, uint8_t, uint8_t, (x != 0) | (y != 0))
+BINARY_LOOP(bool_xor, uint8_t, uint8_t, (x != 0) != (y != 0))
 BINARY_LOOP(bool_equal, uint8_t, uint8_t, (x != 0) == (y != 0))
 UNARY_LOOP(bool_not, uint8_t, uint8_t, x == 0)
 
@@ -151,6 +154,15 @@ BINARY_LOOP(f64_fmod, double, double, fmod(x, y))
 BINARY_LOOP(f64_gelu_grad, double, double, gelu_slope(x) * y)
 BINARY_LOOP(f64_gelu_tanh_grad, double, double, gelu_tanh_slope(x) * y)
 UNARY_LOOP(f64_abs, double, double, fabs(x))
+UNARY_LOOP(f64_acos, double, double, acos(x))
+UNARY_LOOP(f64_acosh, double, double, acosh(x))
+UNARY_LOOP(f64_asin, double, double, asin(x))
+UNARY_LOOP(f64_asinh, double, double, asinh(x))
+UNARY_LOOP(f64_atan, double, double, atan(x))
+UNARY_LOOP(f64_atanh, double, double, atanh(x))
+UNARY_LOOP(f64_cosh, double, double, cosh(x))
+UNARY_LOOP(f64_sinh, double, double, sinh(x))
+UNARY_LOOP(f64_tan, double, double, tan(x))
 UNARY_LOOP(f64_ceil, double, double, ceil(x))
 UNARY_LOOP(f64_cos, double, double, cos(x))
 UNARY_LOOP(f64_erf, double, double, erf(x))
@@ -163,6 +175,8 @@ UNARY_LOOP(f64_log, double, double, log(x))
 UNARY_LOOP(f64_neg, double, double, -x)
 UNARY_LOOP(f64_reciprocal, double, double, 1.0 / x)
 UNARY_LOOP(f64_relu, double, double, x < 0.0 ? 0.0 : x)
+UNARY_LOOP(f64_round, double, double, rint(x))
+UNARY_LOOP(f64_sign, double, double, x > 0.0 ? 1.0 : x < 0.0 ? -1.0 : x)
 UNARY_LOOP(f64_sigmoid, double, double, sigmoid(x))
 UNARY_LOOP(f64_sin, double, double, sin(x))
 UNARY_LOOP(f64_sqrt, double, double, sqrt(x))
@@ -238,6 +252,8 @@ static egi_inner bool_binary(egi_op op) {
     return bool_and;
   case EGI_OP_Or:
     return bool_or;
+  case EGI_OP_Xor:
+    return bool_xor;
   case EGI_OP_Equal:
     return bool_equal;
   default:
@@ -284,6 +300,24 @@ static egi_inner f64_unary(egi_op op, bool is_tanh) {
   switch (op) {
   case EGI_OP_Abs:
     return f64_abs;
+  case EGI_OP_Acos:
+    return f64_acos;
+  case EGI_OP_Acosh:
+    return f64_acosh;
+  case EGI_OP_Asin:
+    return f64_asin;
+  case EGI_OP_Asinh:
+    return f64_asinh;
+  case EGI_OP_Atan:
+    return f64_atan;
+  case EGI_OP_Atanh:
+    return f64_atanh;
+  case EGI_OP_Cosh:
+    return f64_cosh;
+  case EGI_OP_Sinh:
+    return f64_sinh;
+  case EGI_OP_Tan:
+    return f64_tan;
   case EGI_OP_Ceil:
     return f64_ceil;
   case EGI_OP_Cos:
@@ -306,6 +340,10 @@ static egi_inner f64_unary(egi_op op, bool is_tanh) {
     return f64_reciprocal;
   case EGI_OP_Relu:
     return f64_relu;
+  case EGI_OP_Round:
+    return f64_round;
+  case EGI_OP_Sign:
+    return f64_sign;
   case EGI_OP_Sigmoid:
     return f64_sigmoid;
   case EGI_OP_Sin:
@@ -319,7 +357,13 @@ static egi_inner f64_unary(egi_op op, bool is_tanh) {
   }
 }
 
-#define SIGNED_UNARY(P) (op == EGI_OP_Abs ? P##_abs : op == EGI_OP_Neg ? P##_neg : op == EGI_OP_Relu ? P##_relu : NULL)
+#define SIGNED_UNARY(P)           \
+  (op == EGI_OP_Abs    ? P##_abs  \
+   : op == EGI_OP_Neg  ? P##_neg  \
+   : op == EGI_OP_Relu ? P##_relu \
+   : op == EGI_OP_Sign ? P##_sign \
+                       : NULL)
+#define UNSIGNED_UNARY(P) (op == EGI_OP_Abs ? P##_abs : op == EGI_OP_Sign ? P##_sign : NULL)
 
 egi_inner egi_typed_unary(egi_op op, eg_dtype dtype, bool is_tanh) {
   switch (dtype) {
@@ -334,13 +378,13 @@ egi_inner egi_typed_unary(egi_op op, eg_dtype dtype, bool is_tanh) {
   case EG_DTYPE_I64:
     return SIGNED_UNARY(i64);
   case EG_DTYPE_U8:
-    return op == EGI_OP_Abs ? u8_abs : NULL;
+    return UNSIGNED_UNARY(u8);
   case EG_DTYPE_U16:
-    return op == EGI_OP_Abs ? u16_abs : NULL;
+    return UNSIGNED_UNARY(u16);
   case EG_DTYPE_U32:
-    return op == EGI_OP_Abs ? u32_abs : NULL;
+    return UNSIGNED_UNARY(u32);
   case EG_DTYPE_U64:
-    return op == EGI_OP_Abs ? u64_abs : NULL;
+    return UNSIGNED_UNARY(u64);
   case EG_DTYPE_BOOL:
     return op == EGI_OP_Not ? bool_not : NULL;
   default:

@@ -12,8 +12,12 @@ enum {
 };
 
 #define KERNEL(symbol, prepare, run, flags) \
-  const egi_kernel egi_cpu_kernel_##symbol = {#symbol, flags, egi_cpu_prepare_##prepare, egi_cpu_run_##run};
+  const egi_kernel egi_cpu_kernel_##symbol = {#symbol, flags, egi_cpu_prepare_##prepare, egi_cpu_run_##run, NULL};
+#define KERNEL_MEASURED(symbol, prepare, run, flags, measure)                                               \
+  const egi_kernel egi_cpu_kernel_##symbol = {#symbol, flags, egi_cpu_prepare_##prepare, egi_cpu_run_##run, \
+                                              egi_cpu_measure_##measure};
 #include "backend/cpu/kernels.def"
+#undef KERNEL_MEASURED
 #undef KERNEL
 
 static const egi_kernel *const kernels[EGI_OP_COUNT] = {

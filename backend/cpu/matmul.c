@@ -177,7 +177,7 @@ static void choose_tiles(matmul_params *p) {
     double flops = 2.0 * (double)p->tile_m * (double)p->tile_n * (double)p->k;
     bool is_splittable = (tasks < 16 && flops > 2e7) || (tasks < 8 && flops > 2e6);
     if (!is_splittable || (m <= 64 && n <= 48)) return;
-    bool splits_n = p->tile_n > 96 || p->tile_m <= 128;
+    bool splits_n = p->tile_n > 48 || p->tile_m <= 64;
     if (splits_n && n > 48)
       n /= 2;
     else if (m > 64)

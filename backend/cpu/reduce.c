@@ -1,6 +1,6 @@
-/* ReduceSum, ReduceMean, ReduceMax and SumTo. Floats are accumulated in f64, integers in 64 bits modulo 2^64. The
- * reduced elements are cut into blocks by size alone and partial results joined in the order of the blocks, so that
- * results do not depend on the number of threads. */
+/* ReduceSum, ReduceMean, ReduceMax, ReduceMin, ReduceProd, ReduceLogSumExp and SumTo. Floats are accumulated in f64,
+ * integers in 64 bits modulo 2^64. The reduced elements are cut into blocks by size alone and partial results joined in
+ * the order of the blocks, so that results do not depend on the number of threads. */
 #include <math.h>
 
 #include "backend/cpu/elementwise.h"
@@ -18,7 +18,14 @@ typedef union number {
   uint64_t natural;
 } number;
 
-typedef enum reduce_method { METHOD_SUM, METHOD_MEAN, METHOD_MAX } reduce_method;
+typedef enum reduce_method {
+  METHOD_SUM,
+  METHOD_MEAN,
+  METHOD_MAX,
+  METHOD_MIN,
+  METHOD_PRODUCT,
+  METHOD_LOG_SUM_EXP
+} reduce_method;
 
 typedef struct reduce_params {
   const egi_isa *isa;
@@ -43,19 +50,50 @@ typedef struct reduction {
 
 /* ---- accumulation --------------------------------------------------------------------------------------------- */
 
-static void join(const reduce_params *p, number *a, const number *b) {
+/* NaN wins over numbers. */
+static bool replaces(const reduce_params *p, const number *a, const number *b) {
   bool is_max = p->method == METHOD_MAX;
-  if (p->inside == EG_DTYPE_F64) {
-    if (!is_max) {
+  if (p->inside == EG_DTYPE_F64) return (is_max ? b->real > a->real : b->real < a->real) || b->real != b->real;
+  if (p->inside == EG_DTYPE_I64) return is_max ? b->integer > a->integer : b->integer < a->integer;
+  return is_max ? b->natural > a->natural : b->natural < a->natural;
+}
+
+/* log(exp a + exp b) without overflow; a sum of nothing is -inf. */
+static double log_add(double a, double b) {
+  double high = a > b || a != a ? a : b, low = a > b || a != a ? b : a;
+  return isinf(high) ? high : high + log1p(exp(low - high));
+}
+
+static void join(const reduce_params *p, number *a, const number *b) {
+  bool is_real = p->inside == EG_DTYPE_F64;
+  switch (p->method) {
+  case METHOD_SUM:
+  case METHOD_MEAN:
+    if (is_real) {
       a->real += b->real;
-    } else if (b->real > a->real || b->real != b->real) {
-      a->real = b->real;
+    } else {
+      a->natural += b->natural;
     }
-  } else if (!is_max) {
-    a->natural += b->natural;
-  } else if (p->inside == EG_DTYPE_I64 ? b->integer > a->integer : b->natural > a->natural) {
-    *a = *b;
+    break;
+  case METHOD_PRODUCT:
+    if (is_real) {
+      a->real *= b->real;
+    } else {
+      a->natural *= b->natural;
+    }
+    break;
+  case METHOD_LOG_SUM_EXP:
+    a->real = log_add(a->real, b->real);
+    break;
+  case METHOD_MAX:
+  case METHOD_MIN:
+    if (replaces(p, a, b)) *a = *b;
+    break;
   }
+}
+
+static bool is_sum(const reduce_params *p) {
+  return p->method == METHOD_SUM || p->method == METHOD_MEAN;
 }
 
 /* What one call of the loops below adds to. */
@@ -74,7 +112,7 @@ static void accumulate_row(const void *params, char *const *data, const int64_t 
   const accumulation *a = params;
   const reduce_params *p = a->reduction->params;
   number value;
-  if (has_unit_stride(a->reduction, strides[0])) {
+  if ((is_sum(p) || p->method == METHOD_MAX) && has_unit_stride(a->reduction, strides[0])) {
     const float *in = (const float *)(const void *)data[0];
     value.real = p->method == METHOD_MAX ? (double)p->isa->elementwise->max(in, n) : p->isa->elementwise->sum(in, n);
     join(p, a->results, &value);
@@ -100,7 +138,7 @@ static void accumulate_columns(const void *params, char *const *data, const int6
   number block[EGI_BLOCK];
   for (int64_t row = 0; row < n; row++) {
     char *in = data[0] + row * strides[0];
-    if (p->method != METHOD_MAX && has_unit_stride(r, stride)) {
+    if (is_sum(p) && has_unit_stride(r, stride)) {
       p->isa->elementwise->add_to(&a->results[0].real, (const float *)(const void *)in, a->n);
       continue;
     }
@@ -236,14 +274,20 @@ static int64_t count_blocks(int64_t n_outputs, int64_t n_reduced) {
   return n_blocks < MAX_PARTIALS / n_outputs ? n_blocks : MAX_PARTIALS / n_outputs;
 }
 
-/* The start of a maximum is the least value of the type. */
+/* What changes nothing: of a maximum the least value of the type, of a minimum the greatest. */
 static number start_of(const reduce_params *p, eg_dtype dtype) {
   number start = {0};
-  if (p->method != METHOD_MAX) return start;
+  bool is_max = p->method == METHOD_MAX;
+  uint64_t greatest = UINT64_MAX >> (64 - egi_dtype_bits(dtype));
+  if (is_sum(p)) return start;
   if (p->inside == EG_DTYPE_F64) {
-    start.real = -HUGE_VAL;
+    start.real = p->method == METHOD_PRODUCT ? 1.0 : p->method == METHOD_MIN ? HUGE_VAL : -HUGE_VAL;
+  } else if (p->method == METHOD_PRODUCT) {
+    start.natural = 1;
   } else if (p->inside == EG_DTYPE_I64) {
-    start.integer = -(int64_t)(UINT64_MAX >> (65 - egi_dtype_bits(dtype))) - 1;
+    start.integer = is_max ? -(int64_t)(greatest >> 1) - 1 : (int64_t)(greatest >> 1);
+  } else {
+    start.natural = is_max ? 0 : greatest;
   }
   return start;
 }
@@ -299,8 +343,9 @@ static eg_status prepare(egi_kernel_plan *plan, reduce_method method) {
   p->is_sum_to = egi_plan_node(plan)->op == EGI_OP_SumTo;
   p->is_noop_without_axes = egi_node_int(egi_plan_node(plan), "noop_with_empty_axes", 0) != 0;
   plan->params = p;
-  bool is_boolean_sum = dtype == EG_DTYPE_BOOL && method != METHOD_MAX;
-  if (p->load == NULL || p->store == NULL || plan->outputs[0].dtype != dtype || is_boolean_sum) {
+  bool is_whole_sum = method == METHOD_LOG_SUM_EXP && p->inside != EG_DTYPE_F64;
+  bool is_boolean_sum = dtype == EG_DTYPE_BOOL && method != METHOD_MAX && method != METHOD_MIN;
+  if (p->load == NULL || p->store == NULL || plan->outputs[0].dtype != dtype || is_boolean_sum || is_whole_sum) {
     return egi_fail_types(plan);
   }
   int64_t n_outputs = egi_tensor_count(&plan->outputs[0]);
@@ -310,9 +355,25 @@ static eg_status prepare(egi_kernel_plan *plan, reduce_method method) {
   return EG_OK;
 }
 
+static reduce_method method_of(egi_op op) {
+  switch (op) {
+  case EGI_OP_ReduceLogSumExp:
+    return METHOD_LOG_SUM_EXP;
+  case EGI_OP_ReduceMax:
+    return METHOD_MAX;
+  case EGI_OP_ReduceMean:
+    return METHOD_MEAN;
+  case EGI_OP_ReduceMin:
+    return METHOD_MIN;
+  case EGI_OP_ReduceProd:
+    return METHOD_PRODUCT;
+  default:
+    return METHOD_SUM;
+  }
+}
+
 eg_status egi_cpu_prepare_reduce(egi_kernel_plan *plan) {
-  egi_op op = egi_plan_node(plan)->op;
-  return prepare(plan, op == EGI_OP_ReduceMax ? METHOD_MAX : op == EGI_OP_ReduceMean ? METHOD_MEAN : METHOD_SUM);
+  return prepare(plan, method_of(egi_plan_node(plan)->op));
 }
 
 /* The axes as flags; none given: all, or none where the attribute says so. */

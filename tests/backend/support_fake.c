@@ -375,20 +375,20 @@ enum {
 };
 
 static const egi_kernel kernels[] = {
-    {"Add", SI | SO | P0 | P1, NULL, run_Add},
-    {"Sub", 0, NULL, run_Sub},
-    {"Mul", SI | P0, NULL, run_Mul},
-    {"Neg", SI | SO | P0, NULL, run_Neg},
-    {"Identity", SI | SO, NULL, run_Identity},
-    {"Reshape", SI, NULL, run_Identity},
-    {"Concat", SI | SO, prepare_concat, run_Concat},
-    {"Softmax", SO, prepare_softmax, run_Softmax},
-    {"MatMul", SI | EGI_KERNEL_NARROW_WEIGHTS, prepare_matmul, run_MatMul},
-    {"Cast", 0, NULL, run_Cast},
-    {"Accumulate", EGI_KERNEL_UPDATES_0, NULL, run_Accumulate},
-    {"Erf", 0, prepare_erf, run_Neg},
-    {"CumSum", 0, prepare_cumsum, run_Identity},
-    {"GatherElements", 0, NULL, run_bad},
+    {"Add", SI | SO | P0 | P1, NULL, run_Add, NULL},
+    {"Sub", 0, NULL, run_Sub, NULL},
+    {"Mul", SI | P0, NULL, run_Mul, NULL},
+    {"Neg", SI | SO | P0, NULL, run_Neg, NULL},
+    {"Identity", SI | SO, NULL, run_Identity, NULL},
+    {"Reshape", SI, NULL, run_Identity, NULL},
+    {"Concat", SI | SO, prepare_concat, run_Concat, NULL},
+    {"Softmax", SO, prepare_softmax, run_Softmax, NULL},
+    {"MatMul", SI | EGI_KERNEL_NARROW_WEIGHTS, prepare_matmul, run_MatMul, NULL},
+    {"Cast", 0, NULL, run_Cast, NULL},
+    {"Accumulate", EGI_KERNEL_UPDATES_0, NULL, run_Accumulate, NULL},
+    {"Erf", 0, prepare_erf, run_Neg, NULL},
+    {"CumSum", 0, prepare_cumsum, run_Identity, NULL},
+    {"GatherElements", 0, NULL, run_bad, NULL},
 };
 
 static const egi_kernel *find_kernel(egi_op op) {

@@ -5,6 +5,7 @@
 #include <stdint.h>
 #include <cmocka.h>
 
+#include <fcntl.h>
 #include <math.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -150,6 +151,35 @@ static void a_failed_save_leaves_the_old_file(void **state) {
   eg_context_destroy(ctx);
 }
 
+/* A rename would put a file in the place of a device. */
+static void a_pipe_is_written_itself(void **state) {
+  (void)state;
+  char directory[] = "engraft-test-XXXXXX", path[64], bytes[8];
+  eg_context *ctx;
+  egi_file *file;
+  egi_mapping mapping;
+  struct stat info;
+  assert_int_equal(eg_context_create(NULL, &ctx), EG_OK);
+  assert_non_null(mkdtemp(directory));
+  snprintf(path, sizeof path, "%s/pipe", directory);
+  assert_int_equal(mkfifo(path, 0600), 0);
+  assert_int_equal(egi_mapping_open(ctx, path, &mapping), EG_ERROR_IO); /* and does not wait for a writer */
+  int reader = open(path, O_RDONLY | O_NONBLOCK);
+  assert_true(reader >= 0);
+  assert_int_equal(egi_file_create(ctx, path, &file), EG_OK);
+  assert_int_equal(egi_file_write(file, "bytes", 5), EG_OK);
+  assert_int_equal(egi_file_commit(file), EG_OK);
+  assert_int_equal(read(reader, bytes, sizeof bytes), 5);
+  assert_memory_equal(bytes, "bytes", 5);
+  close(reader);
+  assert_int_equal(stat(path, &info), 0);
+  assert_true(S_ISFIFO(info.st_mode));
+  assert_int_equal(egi_file_create(ctx, directory, &file), EG_ERROR_IO);
+  unlink(path);
+  assert_int_equal(rmdir(directory), 0);
+  eg_context_destroy(ctx);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(every_f16_survives_f32),
@@ -159,6 +189,7 @@ int main(void) {
       cmocka_unit_test(random_numbers_have_their_moments),
       cmocka_unit_test(pool_runs_each_task_once),
       cmocka_unit_test(a_failed_save_leaves_the_old_file),
+      cmocka_unit_test(a_pipe_is_written_itself),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -245,6 +245,39 @@ static void test_scopes(void **state) {
   }
 }
 
+/* The scope of the second of two nodes: one takes a parameter of this name, the other takes none. */
+static void expect_completed(void **state, const char *parameter, const char *list, const char *scope) {
+  model_builder builder;
+  build_begin(&builder, *state, 23);
+  build_input(&builder, "x", EG_DTYPE_F32, 1, two);
+  static const float values[2] = {1.0F, 2.0F};
+  build_initializer(&builder, parameter, EG_DTYPE_F32, 1, two, values, sizeof values);
+  char inputs[80];
+  snprintf(inputs, sizeof inputs, "x,%s", parameter);
+  build_node(&builder, "Add", inputs, "s")->name = (char *)(uintptr_t) "/m/decoder/layers.0/fc1/Add";
+  Onnx__NodeProto *node = build_node(&builder, "Neg", "s", "y");
+  node->name = (char *)(uintptr_t) "/m/decoder/layers.1/act/Neg";
+  if (list) build_property(&builder, node, "pkg.torch.onnx.name_scopes", list);
+  build_output(&builder, "y");
+  egi_module *module = load(&builder);
+  assert_string_equal(find_node(module->graphs[0], "Neg")->scope, scope);
+  egi_module_destroy(module);
+  build_end(&builder);
+}
+
+/* TorchScript's paths lack modules that were not called; names of parameters have them. */
+static void test_scopes_are_completed(void **state) {
+  static const char whole[] = "m.model.decoder.layers.1.act", lacking[] = "m.decoder.layers.1.act";
+  expect_completed(state, "m.model.decoder.layers.0.fc1.bias", NULL, whole);
+  expect_completed(state, "m.a.b.decoder.layers.0.fc1.bias", NULL, "m.a.b.decoder.layers.1.act");
+  expect_completed(state, "model.m.decoder.layers.0.fc1.bias", NULL, "model.m.decoder.layers.1.act");
+  expect_completed(state, "m.decoder.layers.0.fc1.bias", NULL, lacking);
+  expect_completed(state, "m.decoder.layers.0.fc1.MatMul.bias", NULL, lacking);
+  expect_completed(state, "m.model.decoder.layers.0.fc2.bias", NULL, lacking); /* of another module */
+  expect_completed(state, "val_7", NULL, lacking);
+  expect_completed(state, "m.model.decoder.layers.0.fc1.bias", "['', 'm', 'act', 'neg']", "act");
+}
+
 static void make_if(model_builder *builder) {
   Onnx__GraphProto *then_graph = build_body(builder, "then"), *else_graph = build_body(builder, "else");
   Onnx__NodeProto *node = build_node(builder, "If", "c", "y");
@@ -345,9 +378,16 @@ static void test_many_nodes(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_unsorted), cmocka_unit_test(test_optional_names), cmocka_unit_test(test_constant_inputs),
-      cmocka_unit_test(test_dims),     cmocka_unit_test(test_attributes),     cmocka_unit_test(test_scopes),
-      cmocka_unit_test(test_bodies),   cmocka_unit_test(test_functions),      cmocka_unit_test(test_many_nodes),
+      cmocka_unit_test(test_unsorted),
+      cmocka_unit_test(test_optional_names),
+      cmocka_unit_test(test_constant_inputs),
+      cmocka_unit_test(test_dims),
+      cmocka_unit_test(test_attributes),
+      cmocka_unit_test(test_scopes),
+      cmocka_unit_test(test_scopes_are_completed),
+      cmocka_unit_test(test_bodies),
+      cmocka_unit_test(test_functions),
+      cmocka_unit_test(test_many_nodes),
   };
   return cmocka_run_group_tests(tests, set_up, tear_down);
 }

@@ -260,6 +260,9 @@ static void test_attention(void **state) {
        "!input 0 is missing"},
       {"RotaryEmbedding", "float[b,4,s,16];float[64,8];float[64,8];int64[b,s]", NULL, "float[b,4,s,16]"},
       {"RotaryEmbedding", "float[b,4,s,16];float[b,s,8];float[b,s,8]", NULL, "float[b,4,s,16]"},
+      {"RotaryEmbedding", "float[b,4,s,16];float[1,s,8];float[1,s,8]", NULL, "float[b,4,s,16]"},
+      {"RotaryEmbedding", "float[b,4,s,16];float[64,8];float[64,8];int64[1,s]", NULL, "float[b,4,s,16]"},
+      {"RotaryEmbedding", "float[3,4,s,16];float[2,s,8];float[2,s,8]", NULL, "!2 and 3 differ"},
       {"RotaryEmbedding", "float[b,s,64];float[64,8];float[64,8];int64[b,s]", NULL, "!needs the attribute num_heads"},
       {"RotaryEmbedding", "float[b,4,s,16];float[b,s,8];float[b,s,8];int64[b,s]", NULL, "!has 3 dimensions, not 2"},
   };

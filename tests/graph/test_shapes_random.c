@@ -56,6 +56,13 @@ static egi_attribute draw_attribute(source *s, int64_t *memory) {
   return egi_attribute_int(name, draw(s, 20) == 0 ? INT64_MIN : memory[0]);
 }
 
+/* Operators whose result may have no known rank before the graph runs. */
+static bool may_stay_open(egi_op op) {
+  const char *name = egi_op_get(op)->name;
+  return op == EGI_OP_If || op == EGI_OP_Loop || op == EGI_OP_Scan || op == EGI_OP_GatherND ||
+         strncmp(name, "Reduce", strlen("Reduce")) == 0;
+}
+
 static void check_node(source *s, graph_fixture *f, egi_op op) {
   egi_value_id inputs[8];
   int64_t memory[4][4];
@@ -78,6 +85,7 @@ static void check_node(source *s, graph_fixture *f, egi_op op) {
   }
   for (uint16_t i = 0; i < node.n_outputs; i++) {
     const egi_value *value = &f->graph->values[f->graph->nodes[id].outputs[i]];
+    if (value->rank < 0 && may_stay_open(op)) continue;
     assert_true(value->rank >= 0 && value->rank <= EGI_MAX_RANK && value->dtype != EG_DTYPE_UNDEFINED);
     for (int axis = 0; axis < value->rank; axis++) assert_int_not_equal(value->dims[axis], EGI_DIM_NONE);
   }

@@ -20,7 +20,7 @@ typedef struct attention_case {
   bool has_lengths;
 } attention_case;
 
-/* Tiles are 64 queries x 256 keys. */
+/* Tiles are 64 queries x 384 keys. */
 static const attention_case cases[] = {
     {1, 1, 1, 1, 1, 1, 1, false, false, MASK_NONE, 0, {0}, 0, 0, 0, 0, false},
     {2, 2, 2, 3, 5, 4, 3, false, false, MASK_NONE, 0, {0}, 0, 0, 0, 0, false},
@@ -35,7 +35,7 @@ static const attention_case cases[] = {
     {1, 2, 2, 9, 11, 4, 4, false, false, MASK_NONE, 0, {0}, 0, 2, 4, 0, false},
     {0, 2, 2, 3, 5, 4, 3, false, false, MASK_NONE, 0, {0}, 0, 0, 0, 0, false},
     {1, 2, 2, 3, 0, 4, 3, false, false, MASK_NONE, 0, {0}, 0, 0, 0, 0, false},
-    {1, 2, 1, 65, 257, 8, 5, true, false, MASK_NONE, 0, {0}, 0, 0, 0, 0, false},
+    {1, 2, 1, 65, 385, 8, 5, true, false, MASK_NONE, 0, {0}, 0, 0, 0, 0, false},
     {1, 2, 1, 130, 130, 8, 8, true, true, MASK_BOOLEAN, 4, {1, 1, 130, 130}, 0, 0, 0, 0, false},
     {1, 1, 1, 63, 520, 16, 16, false, false, MASK_LOWEST, 2, {63, 520}, 0, 0, 0, 0, false},
     {1, 1, 1, 300, 300, 4, 4, false, true, MASK_NONE, 0, {0}, 0, 41, 0, 0, false},
@@ -152,7 +152,7 @@ static void fill_mask(const attention_case *a, ops_tensor *mask) {
     int64_t row = i / columns, column = i % columns;
     double random = egi_random_uniform(5, 6, (uint64_t)i);
     /* whole tiles hidden, whole rows hidden, whole tiles seen, and a mixture */
-    bool is_hidden = columns > 256 ? column < 256 || random < 0.2 : random < 0.3;
+    bool is_hidden = columns > 384 ? column < 384 || random < 0.2 : random < 0.3;
     if (columns == 130) is_hidden = column >= 100;
     if (row == 1 && mask->rank != 4) is_hidden = true;
     if (a->mask == MASK_BOOLEAN)
@@ -280,7 +280,8 @@ static void check_unseen_key(void **state) {
     for (int64_t d = 0; d < 2; d++) y->values[i * 2 + d] = output_at(&o, at, &row, d);
   }
   free(row.raw);
-  for (int64_t d = 0; d < 2; d++) o.k->values[3 * 2 + d] = o.v->values[3 * 2 + d] = NAN; /* no query sees key 3 */
+  for (int64_t d = 0; d < 2; d++)
+    o.k->values[3 * 2 + d] = o.v->values[3 * 2 + d] = (double)NAN; /* no query sees key 3 */
   ops_check(&c);
   ops_end(&c);
 }

@@ -27,6 +27,24 @@ static double reference_unary(egi_op op, double x, bool is_tanh) {
   switch (op) {
   case EGI_OP_Abs:
     return fabs(x);
+  case EGI_OP_Acos:
+    return acos(x);
+  case EGI_OP_Acosh:
+    return acosh(x);
+  case EGI_OP_Asin:
+    return asin(x);
+  case EGI_OP_Asinh:
+    return asinh(x);
+  case EGI_OP_Atan:
+    return atan(x);
+  case EGI_OP_Atanh:
+    return atanh(x);
+  case EGI_OP_Cosh:
+    return cosh(x);
+  case EGI_OP_Sinh:
+    return sinh(x);
+  case EGI_OP_Tan:
+    return tan(x);
   case EGI_OP_Ceil:
     return ceil(x);
   case EGI_OP_Cos:
@@ -52,6 +70,10 @@ static double reference_unary(egi_op op, double x, bool is_tanh) {
     return 1.0 / x;
   case EGI_OP_Relu:
     return x < 0.0 ? 0.0 : x;
+  case EGI_OP_Round:
+    return rint(x);
+  case EGI_OP_Sign:
+    return isnan(x) ? x : (x > 0.0) - (x < 0.0);
   case EGI_OP_Sigmoid:
     return 1.0 / (1.0 + exp(-x));
   case EGI_OP_Sin:
@@ -72,6 +94,7 @@ static bool takes_unary(egi_op op, eg_dtype dtype) {
   case EGI_OP_Not:
     return dtype == EG_DTYPE_BOOL;
   case EGI_OP_Abs:
+  case EGI_OP_Sign:
     return dtype != EG_DTYPE_BOOL;
   case EGI_OP_Neg:
   case EGI_OP_Relu:
@@ -88,7 +111,8 @@ static void check_unary(void **state, egi_op op, eg_dtype dtype, size_t shape, b
   ops_tensor *in = ops_add_input(&c, dtype, shapes[shape].rank, shapes[shape].dims);
   ops_tensor *out = ops_add_output(&c, is_boolean ? EG_DTYPE_BOOL : dtype, shapes[shape].rank, shapes[shape].dims);
   double low = op == EGI_OP_Log || op == EGI_OP_Sqrt ? 0.0 : is_signed(dtype) || egi_dtype_is_float(dtype) ? -9.0 : 0.0;
-  ops_fill_uniform(in, low, dtype == EG_DTYPE_BOOL ? 1.0 : 9.0, 11 + shape);
+  bool is_inverse = op == EGI_OP_Acos || op == EGI_OP_Asin || op == EGI_OP_Atanh; /* defined in [-1, 1] */
+  ops_fill_uniform(in, is_inverse ? -1.0 : low, dtype == EG_DTYPE_BOOL || is_inverse ? 1.0 : 9.0, 11 + shape);
   /* Gelu of infinity is not defined by its formula. */
   if (op != EGI_OP_Gelu) ops_fill_special(in);
   if (is_tanh) ops_add_attribute(&c, egi_attribute_string("approximate", "tanh"));
@@ -159,6 +183,8 @@ static double reference_binary(egi_op op, double x, double y, eg_dtype dtype, bo
     return x != 0.0 && y != 0.0;
   case EGI_OP_Or:
     return x != 0.0 || y != 0.0;
+  case EGI_OP_Xor:
+    return (x != 0.0) != (y != 0.0);
   case EGI_OP_Equal:
     return x == y;
   case EGI_OP_Less:
@@ -184,6 +210,7 @@ static bool takes_binary(egi_op op, eg_dtype dtype) {
   switch (op) {
   case EGI_OP_And:
   case EGI_OP_Or:
+  case EGI_OP_Xor:
     return dtype == EG_DTYPE_BOOL;
   case EGI_OP_Equal:
     return true;

@@ -8,7 +8,7 @@ typedef struct shape {
   int64_t dims[4];
 } shape;
 
-/* Sizes around register blocks (4 to 48), tiles (256, 512) and blocks of k (256); empty ones; vectors; batches that
+/* Sizes around register blocks (4 to 48), tiles (384, 1024) and blocks of k (256); empty ones; vectors; batches that
  * fold into the rows and such that do not. */
 static const struct {
   shape a, b;
@@ -20,9 +20,9 @@ static const struct {
     {{2, {7, 5}}, {2, {5, 3}}},
     {{2, {8, 48}}, {2, {48, 49}}},
     {{2, {33, 257}}, {2, {257, 47}}},
-    {{2, {255, 16}}, {2, {16, 511}}},
+    {{2, {255, 16}}, {2, {16, 385}}},
     {{2, {257, 3}}, {2, {3, 513}}},
-    {{2, {513, 19}}, {2, {19, 4}}},
+    {{2, {1025, 19}}, {2, {19, 4}}},
     {{2, {1, 300}}, {2, {300, 65}}},
     {{1, {9}}, {1, {9}}},
     {{1, {9}}, {2, {9, 6}}},
@@ -128,11 +128,11 @@ void ops_case_matmul(void **state, egi_op op) {
   ops_tensor *a = ops_add_input(&c, EG_DTYPE_F32, 2, (const int64_t[]){2, 2});
   ops_tensor *b = ops_add_input(&c, EG_DTYPE_F32, 2, (const int64_t[]){2, 1});
   ops_tensor *out = ops_add_output(&c, EG_DTYPE_F32, 2, (const int64_t[]){2, 1});
-  const double values[4] = {1, NAN, 1, INFINITY};
+  const double values[4] = {1, (double)NAN, 1, (double)INFINITY};
   memcpy(a->values, values, sizeof values);
   b->values[0] = b->values[1] = 1;
-  out->values[0] = NAN;
-  out->values[1] = INFINITY;
+  out->values[0] = (double)NAN;
+  out->values[1] = (double)INFINITY;
   ops_check(&c);
   out->dims[0] = 3; /* rows do not fit */
   ops_check_refused(&c, EG_ERROR_SHAPE);

@@ -1,4 +1,4 @@
-/* Conformance cases of reductions: ReduceSum, ReduceMean, ReduceMax, SumTo, CumSum. */
+/* Conformance cases of reductions, SumTo, CumSum and CumProd. */
 #include "support_ops.h"
 
 #include <math.h>
@@ -28,14 +28,29 @@ static bool is_tested(const reduce_shape *s, eg_dtype dtype) {
 }
 
 static double start_of(egi_op op, eg_dtype dtype) {
-  if (op != EGI_OP_ReduceMax) return 0.0;
-  if (egi_dtype_is_float(dtype)) return -HUGE_VAL;
+  double sign = op == EGI_OP_ReduceMin ? -1.0 : 1.0;
+  unsigned bits = egi_dtype_bits(dtype);
+  if (op == EGI_OP_ReduceProd) return 1.0;
+  if (op != EGI_OP_ReduceMax && op != EGI_OP_ReduceMin && op != EGI_OP_ReduceLogSumExp) return 0.0;
+  if (egi_dtype_is_float(dtype)) return -sign * HUGE_VAL;
+  if (op == EGI_OP_ReduceMin && dtype == EG_DTYPE_BOOL) return 1.0;
+  if (op == EGI_OP_ReduceMin) return ldexp(1.0, (int)bits - (egi_dtype_kind(dtype) == EGI_CLASS_INTEGER)) - 1.0;
   return egi_dtype_kind(dtype) == EGI_CLASS_INTEGER ? -ldexp(1.0, (int)egi_dtype_bits(dtype) - 1) : 0.0;
 }
 
 static double join(egi_op op, double a, double b) {
-  if (op != EGI_OP_ReduceMax) return a + b;
-  return isnan(a) || isnan(b) ? nan("") : a > b ? a : b;
+  switch (op) {
+  case EGI_OP_ReduceMax:
+    return isnan(a) || isnan(b) ? nan("") : a > b ? a : b;
+  case EGI_OP_ReduceMin:
+    return isnan(a) || isnan(b) ? nan("") : a < b ? a : b;
+  case EGI_OP_ReduceProd:
+    return a * b;
+  case EGI_OP_ReduceLogSumExp:
+    return log(exp(a) + exp(b));
+  default:
+    return a + b;
+  }
 }
 
 static void fill(ops_tensor *in, egi_op op) {
@@ -43,8 +58,13 @@ static void fill(ops_tensor *in, egi_op op) {
   bool has_sign = egi_dtype_is_float(in->dtype) || egi_dtype_kind(in->dtype) == EGI_CLASS_INTEGER;
   /* Sums of small types must stay inside them. */
   if (in->dtype == EG_DTYPE_U8 || in->dtype == EG_DTYPE_I8) high = op == EGI_OP_ReduceMax ? 100.0 : 0.0;
+  if (op == EGI_OP_ReduceMin) high = high == 0.0 ? 100.0 : high;
   ops_fill_uniform(in, has_sign ? -high : 0.0, high, 17);
-  if (ops_count(in) > 30 && op == EGI_OP_ReduceMax && egi_dtype_is_float(in->dtype)) in->values[29] = nan("");
+  /* Products of many numbers stay in range when nearly all of them are 1 in size. */
+  for (int64_t i = 0; op == EGI_OP_ReduceProd && i < ops_count(in); i++)
+    in->values[i] = i % 97 == 5 ? 2.0 : has_sign && i % 5 == 1 ? -1.0 : 1.0;
+  if (ops_count(in) > 30 && (op == EGI_OP_ReduceMax || op == EGI_OP_ReduceMin) && egi_dtype_is_float(in->dtype))
+    in->values[29] = nan("");
 }
 
 /* Sums the input into the output by shapes alone: a reduced axis has size 1 in `kept`. */
@@ -93,9 +113,13 @@ static void check_reduce(void **state, egi_op op, eg_dtype dtype, const reduce_s
 
 void ops_case_reduce(void **state, egi_op op) {
   for (size_t t = 0; t < EGI_COUNT(types); t++) {
-    if (types[t] == EG_DTYPE_BOOL && op != EGI_OP_ReduceMax) continue;
+    if (types[t] == EG_DTYPE_BOOL && op != EGI_OP_ReduceMax && op != EGI_OP_ReduceMin) continue;
+    if (op == EGI_OP_ReduceLogSumExp && !egi_dtype_is_float(types[t])) continue;
     for (size_t s = 0; s < EGI_COUNT(reductions); s++) {
-      if (!is_tested(&reductions[s], types[t])) continue;
+      int64_t count = 1;
+      for (int i = 0; i < reductions[s].rank; i++) count *= reductions[s].dims[i];
+      /* Products of thousands of twos are beyond any type. */
+      if (!is_tested(&reductions[s], types[t]) || (op == EGI_OP_ReduceProd && count > 600)) continue;
       check_reduce(state, op, types[t], &reductions[s], true);
       check_reduce(state, op, types[t], &reductions[s], false);
     }
@@ -125,13 +149,14 @@ void ops_case_sum_to(void **state, egi_op op) {
   }
 }
 
-static void check_cumsum(void **state, eg_dtype dtype, int axis, unsigned mode) {
+static void check_cumsum(void **state, egi_op op, eg_dtype dtype, int axis, unsigned mode) {
   static const int64_t dims[3] = {5, 259, 7};
   ops_case c;
-  ops_begin(&c, state, EGI_OP_CumSum, dtype);
+  ops_begin(&c, state, op, dtype);
+  bool is_product = op == EGI_OP_CumProd;
   bool is_exclusive = (mode & 1) != 0, is_reverse = (mode & 2) != 0;
   ops_tensor *in = ops_add_input(&c, dtype, 3, dims);
-  fill(in, EGI_OP_CumSum);
+  fill(in, op == EGI_OP_CumProd ? EGI_OP_ReduceProd : EGI_OP_CumSum);
   ops_add_input(&c, EG_DTYPE_I32, 0, NULL)->values[0] = axis == 2 ? -1 : axis;
   ops_add_attribute(&c, egi_attribute_int("exclusive", is_exclusive));
   ops_add_attribute(&c, egi_attribute_int("reverse", is_reverse));
@@ -139,10 +164,11 @@ static void check_cumsum(void **state, eg_dtype dtype, int axis, unsigned mode) 
   int64_t inner = axis == 0 ? 259 * 7 : axis == 1 ? 7 : 1;
   for (int64_t i = 0; i < ops_count(in); i++) {
     int64_t position = i / inner % dims[axis], base = i - position * inner;
-    double sum = 0.0;
+    double sum = is_product ? 1.0 : 0.0;
     for (int64_t k = 0; k < dims[axis]; k++) {
       bool is_counted = is_reverse ? k > position : k < position;
-      if (is_counted || (k == position && !is_exclusive)) sum += in->values[base + k * inner];
+      double value = in->values[base + k * inner];
+      if (is_counted || (k == position && !is_exclusive)) sum = is_product ? sum * value : sum + value;
     }
     out->values[i] = egi_dtype_is_float(dtype) ? ops_round(dtype, sum) : sum;
   }
@@ -155,7 +181,7 @@ void ops_case_cumsum(void **state, egi_op op) {
   for (size_t t = 0; t < EGI_COUNT(types); t++) {
     if (types[t] == EG_DTYPE_BOOL) continue;
     for (int axis = 0; axis < 3; axis++) {
-      for (unsigned mode = 0; mode < 4; mode++) check_cumsum(state, types[t], axis, mode);
+      for (unsigned mode = 0; mode < 4; mode++) check_cumsum(state, op, types[t], axis, mode);
     }
   }
   static const int64_t empty[2] = {0, 3};

@@ -52,7 +52,7 @@ static void check_softmax(void **state, egi_op op, size_t shape, eg_dtype dtype,
   int64_t count = ops_count(in);
   if (is_special && count > 3) { /* a row with -inf, and one with NaN */
     in->values[0] = -HUGE_VAL;
-    in->values[count - 1] = NAN;
+    in->values[count - 1] = (double)NAN;
   }
   apply_rows(in, axis < 0 ? axis + rank : axis, out, op == EGI_OP_LogSoftmax);
   c.relative = dtype == EG_DTYPE_F32 ? 3e-6 : 1e-13;

@@ -24,7 +24,7 @@ static void check_accumulate(void **state, int64_t size, int has_gradients) {
   ops_fill_uniform(sum, -1, 1, 1);
   ops_fill_uniform(gradient, -1, 1, 2);
   for (int64_t i = 0; i < ops_count(sum); i++) {
-    if (!has_gradients) sum->values[i] = NAN; /* what was there must not matter */
+    if (!has_gradients) sum->values[i] = (double)NAN; /* what was there must not matter */
     out->values[i] = gradient->values[i] + (has_gradients ? sum->values[i] : 0);
   }
   c.absolute = 1e-7;
@@ -52,7 +52,7 @@ void ops_case_gradient_norm(void **state, egi_op op) {
     out->values[0] = sqrt(sum) * 0.125;
     ops_check(&c);
     if (sizes[i] > 0) {
-      gradients->values[sizes[i] - 1] = out->values[0] = NAN;
+      gradients->values[sizes[i] - 1] = out->values[0] = (double)NAN;
       ops_check(&c);
     }
     ops_end(&c);

@@ -89,7 +89,7 @@ static eg_status run_fails(eg_context *ctx, const egi_kernel_call *call) {
 
 static bool agrees(void **state, uint32_t flags, eg_status (*run)(eg_context *ctx, const egi_kernel_call *call)) {
   static const int64_t dims[2] = {5, 7};
-  const egi_kernel kernel = {"Wrong", flags, prepare, run};
+  const egi_kernel kernel = {"Wrong", flags, prepare, run, NULL};
   char message[512] = "";
   ops_case c;
   ops_begin(&c, state, EGI_OP_Add, EG_DTYPE_F32);

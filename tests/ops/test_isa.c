@@ -57,6 +57,10 @@ static double relu(double x) {
   return x < 0.0 ? 0.0 : x;
 }
 
+static double sign(double x) {
+  return isnan(x) ? x : (x > 0.0) - (x < 0.0);
+}
+
 /* Absolute: what cancels near 0 or 1. */
 static const struct {
   egi_unary function;
@@ -70,6 +74,12 @@ static const struct {
     {EGI_UNARY_SIN, sin, 0, 2e-7},    {EGI_UNARY_EXP, exp, 2e-45, 3e-7},
     {EGI_UNARY_LOG, log, 1e-7, 3e-7}, {EGI_UNARY_TANH, tanh, 0, 5e-7},
     {EGI_UNARY_ERF, erf, 0, 5e-7},    {EGI_UNARY_SIGMOID, sigmoid, 2e-45, 5e-7},
+    {EGI_UNARY_ACOS, acos, 0, 5e-7},  {EGI_UNARY_ACOSH, acosh, 0, 5e-7},
+    {EGI_UNARY_ASIN, asin, 0, 5e-7},  {EGI_UNARY_ASINH, asinh, 0, 5e-7},
+    {EGI_UNARY_ATAN, atan, 0, 5e-7},  {EGI_UNARY_ATANH, atanh, 0, 5e-7},
+    {EGI_UNARY_COSH, cosh, 0, 5e-7},  {EGI_UNARY_SINH, sinh, 0, 5e-7},
+    {EGI_UNARY_TAN, tan, 0, 5e-7},    {EGI_UNARY_ROUND, rint, 0, 0},
+    {EGI_UNARY_SIGN, sign, 0, 0},
 };
 
 static void check_unary(const egi_isa_elementwise *isa, const float *in, int64_t n) {

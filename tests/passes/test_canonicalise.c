@@ -127,6 +127,18 @@ static void parameters_are_not_folded(void **state) {
               "%1 = Transpose(lm.weight)\n%2 = MatMul(x, %1)\n%3 = Add(n.weight, 1)\n%4 = Mul(%2, %3)\n-> y=%4\n");
 }
 
+static void sizes_that_constants_decide_are_known(void **state) {
+  pass_fixture *fixture = *state;
+  int64_t size = 0;
+  pass_graph(fixture, "(float[4] x) => (float[?] y) <bool[4] m = {1,0,1,1}, int64[1] a = {0}>\n"
+                      "{ i = NonZero (m)  f = Squeeze (i, a)  y = Gather (x, f) }");
+  pass_run_settled(fixture, "fold_constants");
+  pass_expect(fixture, "%1 = Gather(x, {0,2,3})\n-> y=%1\n");
+  const egi_value *y = &fixture->graph->values[fixture->graph->outputs[0]];
+  assert_true(egi_dim_value(fixture->module->dims, egi_dim_resolve(fixture->module->dims, y->dims[0]), &size));
+  assert_int_equal(size, 3);
+}
+
 static void a_large_result_is_not_folded(void **state) {
   pass_fixture *fixture = *state;
   pass_graph(fixture, "(float[1024,1024] x) => (float[1024,1024] y) <int64[2] s = {1024, 1024}>\n"
@@ -321,6 +333,30 @@ static void a_wrong_rewrite_is_caught(void **state) {
 
 #define TEST(name) cmocka_unit_test_setup_teardown(name, pass_set_up, pass_tear_down)
 
+static void pieces_of_sequences_are_slices(void **state) {
+  pass_fixture *fixture = *state;
+  pass_graph(fixture,
+             "(float[2,9] x) => (float[2,3] a, float[2,4] b, float[1,9] c)\n"
+             "<int64 size = {3}, int64[2] sizes = {5,4}, int64 one = {1}, int64 two = {2}, int64 last = {-1}>\n"
+             "{ s = SplitToSequence <axis = 1> (x, size)  a = SequenceAt (s, two)\n"
+             "  t = SplitToSequence <axis = -1> (x, sizes)  b = SequenceAt (t, last)\n"
+             "  u = SplitToSequence (x)  c = SequenceAt (u, one) }");
+  pass_run(fixture, "lower_operators", NULL);
+  pass_expect(fixture, "%1 = Slice(x, {6}, {9}, {1})\n%2 = Slice(x, {5}, {9}, {-1})\n%3 = Slice(x, {1}, {2}, {0})\n"
+                       "-> a=%1\n-> b=%2\n-> c=%3\n");
+}
+
+static void other_uses_of_sequences_stay(void **state) {
+  pass_fixture *fixture = *state;
+  pass_graph(fixture, "(float[2,9] x, int64 i) => (float[2,3] a, float[2,3] b, float[9] c, float[2,3] d)\n"
+                      "<int64 size = {3}, int64[2] sizes = {5,4}, int64 two = {2}, int64 last = {-1}>\n"
+                      "{ s = SplitToSequence <axis = 1> (x, size)  a = SequenceAt (s, i)  d = SequenceAt (s, last)\n"
+                      "  t = SplitToSequence <axis = -1> (x, sizes)  b = SequenceAt (t, two)\n"
+                      "  u = SplitToSequence <keepdims = 0> (x)  c = SequenceAt (u, two) }");
+  pass_run(fixture, "lower_operators", NULL);
+  assert_int_equal(pass_count(fixture, EGI_OP_UNKNOWN), 7);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       TEST(calls_become_bodies),
@@ -332,6 +368,7 @@ int main(void) {
       TEST(without_an_evaluator_nothing_is_folded),
       TEST(parameters_are_not_folded),
       TEST(a_large_result_is_not_folded),
+      TEST(sizes_that_constants_decide_are_known),
       TEST(reshape_targets_become_constants),
       TEST(two_unknown_dims_stay),
       TEST(known_integers_become_constants),
@@ -345,6 +382,8 @@ int main(void) {
       TEST(equal_layers_stay_apart),
       TEST(equal_outputs_stay_two),
       TEST(dead_nodes_go),
+      TEST(pieces_of_sequences_are_slices),
+      TEST(other_uses_of_sequences_stay),
       TEST(a_large_graph_is_quick),
       TEST(an_unknown_pass_is_named),
       TEST(a_wrong_rewrite_is_caught),

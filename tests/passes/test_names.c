@@ -72,6 +72,26 @@ static void the_models_own_module_stays(void **state) {
   assert_string_equal(linears(fixture), "transformer.h.0.attn.c_attn 2>2\nlm_head 2>3 head\n");
 }
 
+/* Hidden states are outputs too, under any name; soft-capped logits; a head tied to the token table. */
+static void the_head_is_found_among_outputs(void **state) {
+  pass_fixture *fixture = *state;
+  pass_graph(fixture, "(int64[batch,sequence] input_ids) => (float[batch,sequence,2] h0, float[batch,sequence,3] y,\n"
+                      "   float[batch,sequence,2] h1)\n"
+                      "<float[3,2] \"m.wte.weight\" = {1,2,3,4,5,6}, float[2,2] w = {1,2,3,4}, float[2,3] t = "
+                      "{1,3,5,2,4,6}, float cap = {3}>\n"
+                      "{ [\"/m/wte/Gather\"] h0 = Gather (\"m.wte.weight\", input_ids)\n"
+                      "  [\"/m/fc/MatMul\"] a = MatMul (h0, w)  h1 = Add (a, h0)\n"
+                      "  [\"/m/lm_head/MatMul\"] l = MatMul (h1, t)  d = Div (l, cap)  c = Tanh (d)  e = Mul (c, cap)\n"
+                      "  y = LogSoftmax (e) }");
+  pass_run_settled(fixture, "name_modules");
+  assert_string_equal(linears(fixture), "fc 2>2\nlm_head 2>3 head\n");
+  assert_string_equal(parameters(fixture), "wte.weight 2\nfc.weight 1 transposed\n");
+  pass_run(fixture, "append_loss", NULL);
+  assert_int_equal(pass_count(fixture, EGI_OP_LogProbability), 1);
+  assert_string_equal(linears(fixture), "fc 2>2\nlm_head 2>3 head\n");
+  assert_string_equal(parameters(fixture), "wte.weight 2\nfc.weight 1 transposed\n");
+}
+
 static void weights_name_what_nodes_do_not(void **state) {
   pass_fixture *fixture = *state;
   pass_graph(
@@ -213,6 +233,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       TEST(a_wrapper_goes),
       TEST(the_models_own_module_stays),
+      TEST(the_head_is_found_among_outputs),
       TEST(weights_name_what_nodes_do_not),
       TEST(genai_names_are_translated),
       TEST(ties_join_and_shared_initializers_split),

@@ -53,6 +53,15 @@ static inline float gelu_tanh_slope(float x) {
 }
 
 UNARY(unary_abs, fabsf(x))
+UNARY_SCALAR(unary_acos, acosf(x))
+UNARY_SCALAR(unary_acosh, acoshf(x))
+UNARY_SCALAR(unary_asin, asinf(x))
+UNARY_SCALAR(unary_asinh, asinhf(x))
+UNARY_SCALAR(unary_atan, atanf(x))
+UNARY_SCALAR(unary_atanh, atanhf(x))
+UNARY_SCALAR(unary_cosh, coshf(x))
+UNARY_SCALAR(unary_sinh, sinhf(x))
+UNARY_SCALAR(unary_tan, tanf(x))
 UNARY(unary_ceil, ceilf(x))
 UNARY_SCALAR(unary_cos, cosf(x))
 UNARY(unary_erf, egi_erf_f32(x))
@@ -64,6 +73,8 @@ UNARY(unary_log, egi_log_f32(x))
 UNARY(unary_neg, -x)
 UNARY(unary_reciprocal, 1.0f / x)
 UNARY(unary_relu, x < 0.0f ? 0.0f : x)
+UNARY(unary_round, rintf(x)) /* to even, the rounding mode of the program */
+UNARY(unary_sign, x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x)
 UNARY(unary_sigmoid, egi_sigmoid_f32(x))
 UNARY_SCALAR(unary_sin, sinf(x))
 UNARY(unary_sqrt, sqrtf(x))
@@ -264,6 +275,15 @@ static void add_to(double *sums, const float *in, int64_t n) {
 
 const egi_isa_elementwise EGI_ISA_NAME(egi_isa_elementwise) = {
     .unary = {[EGI_UNARY_ABS] = unary_abs,
+              [EGI_UNARY_ACOS] = unary_acos,
+              [EGI_UNARY_ACOSH] = unary_acosh,
+              [EGI_UNARY_ASIN] = unary_asin,
+              [EGI_UNARY_ASINH] = unary_asinh,
+              [EGI_UNARY_ATAN] = unary_atan,
+              [EGI_UNARY_ATANH] = unary_atanh,
+              [EGI_UNARY_COSH] = unary_cosh,
+              [EGI_UNARY_SINH] = unary_sinh,
+              [EGI_UNARY_TAN] = unary_tan,
               [EGI_UNARY_CEIL] = unary_ceil,
               [EGI_UNARY_COS] = unary_cos,
               [EGI_UNARY_ERF] = unary_erf,
@@ -275,6 +295,8 @@ const egi_isa_elementwise EGI_ISA_NAME(egi_isa_elementwise) = {
               [EGI_UNARY_NEG] = unary_neg,
               [EGI_UNARY_RECIPROCAL] = unary_reciprocal,
               [EGI_UNARY_RELU] = unary_relu,
+              [EGI_UNARY_ROUND] = unary_round,
+              [EGI_UNARY_SIGN] = unary_sign,
               [EGI_UNARY_SIGMOID] = unary_sigmoid,
               [EGI_UNARY_SIN] = unary_sin,
               [EGI_UNARY_SQRT] = unary_sqrt,

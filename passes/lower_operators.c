@@ -1,0 +1,140 @@
+/* Operators that are shorter said by others become those: the losses, Einsum and a few of language models have no rows
+ * in ops.def, so their kernels and gradients are those of plain operators. Runs when a model is loaded, before unknown
+ * operators are refused; infers types on the way. Ends because rules emit operators of ops.def only. */
+#include <string.h>
+
+#include "passes/lower.h"
+
+static const struct {
+  const char *name;
+  uint16_t in_min, in_max, out_max;
+  egi_lowering_rule rule;
+} rules[] = {
+    {"SoftmaxCrossEntropyLoss", 2, 3, 2, egi_lower_cross_entropy},
+    {"NegativeLogLikelihoodLoss", 2, 3, 1, egi_lower_log_likelihood},
+    {"Einsum", 1, UINT16_MAX, 1, egi_lower_einsum},
+    {"DynamicQuantizeLinear", 1, 1, 3, egi_lower_dynamic_quantize},
+    {"TensorScatter", 2, 3, 1, egi_lower_tensor_scatter},
+    {"CausalConvWithState", 2, 4, 2, egi_lower_causal_convolution},
+};
+
+/* ---- help for rules ------------------------------------------------------------------------------------------- */
+
+egi_value_id egi_lowering_input(const egi_lowering *lowering, unsigned index) {
+  return index < lowering->node->n_inputs ? lowering->node->inputs[index] : 0;
+}
+
+bool egi_lowering_wants(const egi_lowering *lowering, unsigned output) {
+  return output < lowering->node->n_outputs && lowering->node->outputs[output] != 0;
+}
+
+const egi_value *egi_lowering_value(const egi_lowering *lowering, egi_value_id value) {
+  return &lowering->emit.graph->values[value];
+}
+
+bool egi_lowering_size(const egi_lowering *lowering, egi_value_id value, int axis, int64_t *out_size) {
+  egi_dims *dims = lowering->emit.graph->module->dims;
+  return egi_dim_value(dims, egi_dim_resolve(dims, egi_lowering_value(lowering, value)->dims[axis]), out_size);
+}
+
+eg_status egi_lowering_fail(const egi_lowering *lowering, eg_status status, const char *reason) {
+  const egi_node *node = lowering->node;
+  const char *name = node->name;
+  if (name[0] == '\0' && node->n_outputs > 0 && node->outputs[0] != 0)
+    name = lowering->emit.graph->values[node->outputs[0]].name;
+  return egi_fail(lowering->emit.graph->module->ctx, status, "node \"%s\" (%s): %s", name != NULL ? name : "",
+                  node->op_name, reason);
+}
+
+egi_value_id egi_emit_axes(egi_emitter *emit, egi_op op, egi_value_id a, const int64_t *axes, uint32_t count) {
+  return egi_emit_binary(emit, op, a, egi_emit_integers(emit, axes, count));
+}
+
+egi_value_id egi_emit_with_int(egi_emitter *emit, egi_op op, const egi_value_id *inputs, unsigned n_inputs,
+                               const char *name, int64_t value) {
+  const egi_attribute attribute = egi_attribute_int(name, value);
+  return egi_emit(emit, op, inputs, n_inputs, &attribute, 1);
+}
+
+egi_value_id egi_emit_sizes(egi_emitter *emit, egi_value_id a, int start, int end) {
+  const egi_attribute attributes[2] = {egi_attribute_int("start", start), egi_attribute_int("end", end)};
+  return egi_emit(emit, EGI_OP_Shape, &a, 1, attributes, 2);
+}
+
+/* ---- the pass ------------------------------------------------------------------------------------------------- */
+
+/* Index + 1, or 0. */
+static size_t find_rule(const egi_node *node) {
+  if (node->op != EGI_OP_UNKNOWN || node->domain == NULL || node->domain[0] != '\0') return 0;
+  for (size_t i = 0; i < EGI_COUNT(rules); i++)
+    if (strcmp(rules[i].name, node->op_name) == 0) return i + 1;
+  return 0;
+}
+
+static eg_status check_operands(const egi_lowering *lowering, size_t rule) {
+  const egi_node *node = lowering->node;
+  if (node->n_inputs < rules[rule].in_min || node->n_inputs > rules[rule].in_max ||
+      node->n_outputs > rules[rule].out_max || node->n_outputs == 0)
+    return egi_lowering_fail(lowering, EG_ERROR_FORMAT, "wrong number of inputs or outputs");
+  for (uint16_t i = 0; i < node->n_inputs; i++) {
+    const egi_value *value = egi_lowering_value(lowering, node->inputs[i]);
+    if (node->inputs[i] == 0 && i < rules[rule].in_min)
+      return egi_lowering_fail(lowering, EG_ERROR_FORMAT, "an input is missing");
+    if (node->inputs[i] != 0 && (value->rank < 0 || value->dtype == EG_DTYPE_UNDEFINED))
+      return egi_lowering_fail(lowering, EG_ERROR_UNSUPPORTED,
+                               "the type of an input is not known before the graph runs");
+  }
+  return EG_OK;
+}
+
+/* The value that a rule gave, under the output's name. */
+static eg_status put_results(egi_lowering *lowering) {
+  egi_graph *graph = lowering->emit.graph;
+  for (uint16_t i = 0; i < lowering->node->n_outputs; i++) {
+    egi_value_id output = lowering->node->outputs[i];
+    egi_node_id id;
+    if (output == 0) continue;
+    egi_node identity = {.op = EGI_OP_Identity, .name = lowering->node->name, .scope = lowering->node->scope};
+    identity.inputs = &lowering->results[i];
+    identity.outputs = &output;
+    identity.n_inputs = identity.n_outputs = 1;
+    EG_TRY(egi_graph_add_node(graph, &identity, &id));
+    EG_TRY(egi_infer_node(graph, id));
+  }
+  return EG_OK;
+}
+
+static eg_status lower(egi_graph *graph, egi_node_id id, size_t rule) {
+  egi_node node = graph->nodes[id]; /* its lists stay when it is gone */
+  egi_lowering lowering = {.emit = {.graph = graph, .scope = node.scope}, .node = &node};
+  if (node.name == NULL) node.name = "";
+  EG_TRY(check_operands(&lowering, rule));
+  EG_TRY(rules[rule].rule(&lowering));
+  EG_TRY(lowering.emit.status);
+  egi_graph_remove_node(graph, id);
+  return put_results(&lowering);
+}
+
+static bool has_rule(const egi_graph *graph) {
+  for (egi_node_id id = 1; id < graph->n_nodes; id++)
+    if (find_rule(&graph->nodes[id]) != 0) return true;
+  return false;
+}
+
+eg_status egi_pass_lower_operators(egi_pass_run *run, egi_graph *graph) {
+  EG_TRY(egi_lower_sequences(run, graph));
+  uint32_t n_nodes = graph->n_nodes;
+  run->report->n_tried = n_nodes - 1;
+  if (!has_rule(graph)) return EG_OK;
+  for (egi_node_id id = 1; id < n_nodes; id++) {
+    size_t rule = find_rule(&graph->nodes[id]);
+    if (rule == 0) {
+      EG_TRY(egi_infer_node(graph, id));
+      continue;
+    }
+    EG_TRY(lower(graph, id, rule - 1));
+    run->report->n_matched++;
+    run->has_changed = true;
+  }
+  return EG_OK;
+}
