@@ -43,6 +43,8 @@ void egi_safetensors_close(egi_safetensors *file);
 size_t egi_safetensors_count(const egi_safetensors *file);
 const egi_safetensor *egi_safetensors_at(const egi_safetensors *file, size_t index); /* sorted by name */
 const egi_safetensor *egi_safetensors_find(const egi_safetensors *file, const char *name);
+/* Where a tensor of the file begins in it. */
+uint64_t egi_safetensors_offset(const egi_safetensors *file, const egi_safetensor *tensor);
 /* Written sorted by name, through a temporary file; header padded to 8 bytes; metadata {"format":"pt"}. */
 eg_status egi_safetensors_write(eg_context *ctx, const char *path, const egi_safetensor *tensors, size_t count);
 
@@ -113,34 +115,31 @@ void egi_documents_end_document(egi_documents *documents, uint64_t n_tokens);
 
 /* ---- Hugging Face models -------------------------------------------------------------------------------------- */
 
-typedef enum egi_rope_kind { EGI_ROPE_DEFAULT, EGI_ROPE_LINEAR, EGI_ROPE_LLAMA3 } egi_rope_kind;
-typedef struct egi_rope_config {
-  egi_rope_kind kind;
-  double theta, factor, low_frequency_factor, high_frequency_factor, original_positions;
-} egi_rope_config;
-
-/* A config.json of a decoder, defaults filled in. */
-typedef struct egi_decoder_config {
-  int64_t hidden, intermediate, n_layers, n_heads, n_kv_heads, head_dim, vocabulary;
-  double epsilon, initializer_range;
-  bool is_tied, has_attention_bias, has_mlp_bias;
-  egi_rope_config rope;
-} egi_decoder_config;
+/* The tensors of a folder: model.safetensors, or the shards that model.safetensors.index.json names. */
+typedef struct egi_weight_files egi_weight_files;
+typedef struct egi_weight_location {
+  const egi_safetensor *tensor;
+  const char *path; /* of the file: DIRECTORY/NAME */
+  uint64_t offset;  /* of the tensor's bytes in it */
+} egi_weight_location;
+eg_status egi_weight_files_open(eg_context *ctx, const char *directory, egi_weight_files **out_files);
+void egi_weight_files_close(egi_weight_files *files);
+const char *egi_weight_files_directory(const egi_weight_files *files);
+/* By its name in the model for language modelling; a file of the base model alone, or of a model with a vision part
+ * around it, has other prefixes. `tensor` is NULL when it is not there; one that is found counts as used. */
+eg_status egi_weight_files_find(egi_weight_files *files, const char *name, egi_weight_location *out_location);
+/* A warning when the files hold parameters that nobody asked for. */
+void egi_weight_files_report_unused(const egi_weight_files *files, bool is_tied);
 
 typedef struct egi_new_options {
-  eg_dtype dtype; /* F32, F16, BF16: of weights and activations */
-  uint64_t seed;  /* of the random weights */
+  eg_dtype dtype;            /* F32, F16, BF16: of weights and activations; UNDEFINED: that of the files */
+  uint64_t seed;             /* of the random weights */
+  egi_weight_files *weights; /* NULL: random; must outlive the module */
 } egi_new_options;
 
-/* The graph of the model that a config.json describes, opset 23, with random weights. An architecture or setting that
- * is not modelled is EG_ERROR_UNSUPPORTED naming it. */
+/* The graph of the model that a config.json describes, opset 23 and later, with random weights or those of the files.
+ * An architecture or setting that is not modelled is EG_ERROR_UNSUPPORTED naming it. */
 eg_status egi_huggingface_new(eg_context *ctx, const char *config_path, const egi_new_options *options,
                               egi_module **out_module);
-/* huggingface_rope.c: rope_parameters (Transformers 5) or rope_theta and rope_scaling (4). */
-eg_status egi_rope_read(const egi_json *config, egi_rope_config *out_rope);
-/* Angles per position, [head_dim / 2]. */
-void egi_rope_frequencies(const egi_rope_config *rope, int64_t head_dim, float *out_frequencies);
-/* huggingface_llama.c: fills an empty module. */
-eg_status egi_llama_build(egi_module *module, const egi_decoder_config *config, const egi_new_options *options);
 
 #endif

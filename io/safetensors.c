@@ -198,6 +198,10 @@ const egi_safetensor *egi_safetensors_find(const egi_safetensors *file, const ch
   return bsearch(&key, file->tensors, file->count, sizeof key, compare_names);
 }
 
+uint64_t egi_safetensors_offset(const egi_safetensors *file, const egi_safetensor *tensor) {
+  return (uint64_t)(tensor->data - file->mapping.data);
+}
+
 /* ---- writing ---- */
 
 static const char *name_of(eg_dtype dtype) {

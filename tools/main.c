@@ -17,7 +17,8 @@ static const command commands[] = {
     {"rewrite", 'r', true, tool_rewrite,
      "engraft rewrite MODEL -o OUT [--passes a,b] [--text] [--report FILE.json] [--verify-rewrites]"},
     {"run", 'R', true, tool_run,
-     "engraft run MODEL --inputs IN.safetensors --outputs OUT.safetensors [--adapter DIR] [--device D] [--dtype T]"},
+     "engraft run MODEL --inputs IN.safetensors --outputs OUT.safetensors [--adapter DIR] [--device D] [--dtype "
+     "f32|file]"},
     {"train", 't', true, tool_train,
      "engraft train MODEL (--data FILE | --text FILE) --out DIR [--config FILE.json] [options]"},
     {"eval", 'e', true, tool_eval, "engraft eval MODEL (--data FILE | --text FILE) [--adapter DIR] [--json]"},
@@ -25,7 +26,7 @@ static const command commands[] = {
      "engraft generate MODEL [--adapter DIR] (--prompt TEXT | --prompt-ids 1,2,3) [--max-tokens N] [--seed N]"},
     {"export", 'x', true, tool_export, "engraft export MODEL --adapter DIR --format peft -o OUT"},
     {"new", 'n', false, tool_new,
-     "engraft new --config config.json --random-weights SEED [--dtype f32|bf16|f16] -o MODEL"},
+     "engraft new --config config.json (--weights DIR | --random-weights SEED) [--dtype f32|bf16|f16] -o MODEL"},
     {"bench", 'b', true, tool_bench, "engraft bench MODEL --steps N [--tokens N] [--json] [train options]"},
     {"plan", '?', true, NULL, ""},
     {"report", '?', true, NULL, ""},

@@ -72,7 +72,7 @@ void api_write(api_fixture *fixture, const char *name, const char *text) {
 static void write_model(api_fixture *fixture) {
   char path[256];
   egi_module *module;
-  egi_new_options options = {EG_DTYPE_F32, 3};
+  egi_new_options options = {.dtype = EG_DTYPE_F32, .seed = 3};
   api_write(fixture, "config.json", config);
   api_path(fixture, path, sizeof path, "config.json");
   api_must(fixture->ctx, egi_huggingface_new(fixture->ctx, path, &options, &module));

@@ -10,6 +10,7 @@
 #include <dirent.h>
 #include <math.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "io/io.h"
@@ -212,7 +213,8 @@ static void check_full(golden *g) {
   eg_trainer_destroy(trainer);
 }
 
-static void check_file(const char *directory, const char *file) {
+/* `file` is in `place`; the reference is in `directory`. */
+static void check_file(const char *directory, const char *place, const char *file) {
   golden g = {0};
   eg_context_options options = EG_CONTEXT_OPTIONS_INIT;
   char label[512], path[1024];
@@ -226,7 +228,7 @@ static void check_file(const char *directory, const char *file) {
                                                           : "";
   snprintf(path, sizeof path, "%s/ref%s.safetensors", directory, rounded);
   must(&g, egi_safetensors_open(g.ctx, path, &g.reference));
-  snprintf(path, sizeof path, "%s/%s", directory, file);
+  snprintf(path, sizeof path, "%s/%s", place, file);
   must(&g, eg_model_load(g.ctx, path, NULL, &g.model));
   const egi_safetensor *ids = find(&g, "input_ids");
   g.batch = ids->dims[0];
@@ -253,12 +255,69 @@ static void all_exports_agree_with_pytorch(const char *model, size_t n_expected)
   assert_non_null(folder);
   for (struct dirent *entry = readdir(folder); entry != NULL; entry = readdir(folder)) {
     if (!egi_has_prefix(entry->d_name, "model.") || !egi_has_suffix(entry->d_name, ".onnx")) continue;
-    check_file(directory, entry->d_name);
+    check_file(directory, directory, entry->d_name);
     n_files++;
   }
   closedir(folder);
   assert_int_equal(n_files, n_expected);
 }
+
+/* ---- Hugging Face folders ---- */
+
+static void copy_file(const char *from, const char *to) {
+  char buffer[65536];
+  FILE *in = fopen(from, "rb"), *out = fopen(to, "wb");
+  size_t n;
+  assert_non_null(in);
+  assert_non_null(out);
+  while ((n = fread(buffer, 1, sizeof buffer, in)) > 0) assert_int_equal(fwrite(buffer, 1, n, out), n);
+  fclose(in);
+  assert_int_equal(fclose(out), 0);
+}
+
+/* An ONNX file beside a copy of the folder's weights, made from its config.json. */
+static void make_file(const char *config, const char *place, const char *onnx_path) {
+  eg_context *ctx;
+  egi_weight_files *weights;
+  egi_module *module;
+  assert_int_equal(eg_context_create(NULL, &ctx), EG_OK);
+  if (egi_weight_files_open(ctx, place, &weights) != EG_OK) fail_msg("%s", eg_context_error(ctx));
+  const egi_new_options options = {EG_DTYPE_UNDEFINED, 0, weights};
+  if (egi_huggingface_new(ctx, config, &options, &module) != EG_OK) fail_msg("%s", eg_context_error(ctx));
+  if (egi_module_export(module, module->graphs[0], onnx_path) != EG_OK) fail_msg("%s", eg_context_error(ctx));
+  egi_module_destroy(module);
+  egi_weight_files_close(weights);
+  eg_context_destroy(ctx);
+}
+
+static void folder_agrees_with_pytorch(const char *model) {
+  char directory[512], config[1024], from[1024], place[64], weights[128], onnx_path[128];
+  snprintf(directory, sizeof directory, "%s/%s", EGI_TEST_DATA, model);
+  snprintf(config, sizeof config, "%s/%s/hf/config.json", EGI_TEST_DATA, model);
+  snprintf(from, sizeof from, "%s/%s/hf/model.safetensors", EGI_TEST_DATA, model);
+  snprintf(place, sizeof place, "golden-new-%ld", (long)getpid());
+  snprintf(weights, sizeof weights, "%s/model.safetensors", place);
+  snprintf(onnx_path, sizeof onnx_path, "%s/model.onnx", place);
+  assert_int_equal(mkdir(place, 0777), 0);
+  copy_file(from, weights);
+  make_file(config, place, onnx_path);
+  check_file(directory, place, "model.onnx");
+  unlink(weights);
+  unlink(onnx_path);
+  rmdir(place);
+}
+
+static void new_qwen3(void **state) {
+  (void)state;
+  folder_agrees_with_pytorch("qwen3");
+}
+
+static void new_gpt2(void **state) {
+  (void)state;
+  folder_agrees_with_pytorch("gpt2");
+}
+
+/* ---- */
 
 static void llama(void **state) {
   (void)state;
@@ -281,7 +340,7 @@ static void gpt2(void **state) {
 }
 
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test(llama), cmocka_unit_test(qwen2), cmocka_unit_test(qwen3),
-                                     cmocka_unit_test(gpt2)};
+  const struct CMUnitTest tests[] = {cmocka_unit_test(llama), cmocka_unit_test(qwen2),     cmocka_unit_test(qwen3),
+                                     cmocka_unit_test(gpt2),  cmocka_unit_test(new_qwen3), cmocka_unit_test(new_gpt2)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -1,4 +1,4 @@
-/* Models whose inputs differ from the usual: fixed sizes, 32-bit tokens under another name, and
+/* Models whose inputs differ from the usual: fixed sizes, 32-bit inputs under other names, and
  * one that nobody knows how to fill. All train to the same loss as the plain model. */
 #include "support_api.h"
 
@@ -31,20 +31,23 @@ static eg_status narrow(egi_graph *graph) {
   static const char *const names[] = {"input_ids", "attention_mask", "position_ids"};
   for (size_t i = 0; i < EGI_COUNT(names); i++)
     graph->values[egi_graph_find_value(graph, names[i])].dtype = EG_DTYPE_I32;
+  EG_TRY(egi_graph_rename_value(graph, egi_graph_find_value(graph, "attention_mask"), "mask"));
+  EG_TRY(egi_graph_rename_value(graph, egi_graph_find_value(graph, "position_ids"), "positions"));
   return egi_graph_rename_value(graph, egi_graph_find_value(graph, "input_ids"), "tokens");
 }
 
 static eg_status add_unknown(egi_graph *graph) {
   const egi_value_id ids = egi_graph_find_value(graph, "input_ids");
   egi_value_id extra;
-  return egi_graph_add_input(graph, "token_type_ids", EG_DTYPE_I64, 2, graph->values[ids].dims, &extra);
+  EG_TRY(egi_graph_add_input(graph, "token_type_ids", EG_DTYPE_I64, 2, graph->values[ids].dims, &extra));
+  return egi_graph_rename_value(graph, ids, "tokens"); /* known by the table that it indexes */
 }
 
 static eg_model *changed_model(api_fixture *fixture, change apply) {
   char path[256];
   egi_module *module;
   eg_model *model;
-  egi_new_options options = {EG_DTYPE_F32, 3};
+  egi_new_options options = {.dtype = EG_DTYPE_F32, .seed = 3};
   api_path(fixture, path, sizeof path, "config.json");
   api_must(fixture->ctx, egi_huggingface_new(fixture->ctx, path, &options, &module));
   api_must(fixture->ctx, apply(module->graphs[0]));
@@ -105,6 +108,48 @@ static void test_too_few_tokens(void **state) {
   eg_model_destroy(model);
 }
 
+/* A table of 16 positions, all zeros, whose rows are added to the logits. */
+static eg_status add_positions(egi_graph *graph) {
+  static const float zeros[16] = {0};
+  egi_emitter emit = {.graph = graph};
+  egi_tensor table = {
+      .data = (void *)(uintptr_t)zeros, .dtype = EG_DTYPE_F32, .rank = 2, .dims = {16, 1}, .strides = {1, 1}};
+  egi_value_id weight;
+  EG_TRY(egi_add_constant(graph, "positions", &table, &weight));
+  const egi_value_id logits = graph->outputs[0];
+  egi_value_id row = egi_emit_binary(&emit, EGI_OP_Gather, weight, egi_graph_find_value(graph, "position_ids"));
+  graph->outputs[0] = egi_emit_binary(&emit, EGI_OP_Add, logits, row);
+  EG_TRY(emit.status);
+  EG_TRY(egi_graph_rename_value(graph, logits, "plain"));
+  return egi_graph_rename_value(graph, graph->outputs[0], "logits");
+}
+
+static int count_token(void *userdata, int32_t token) {
+  (void)token;
+  ++*(size_t *)userdata;
+  return 0;
+}
+
+/* Found before the first step; generation goes to the end of the table. */
+static void test_too_few_positions(void **state) {
+  api_fixture *fixture = *state;
+  static const int32_t prompt[] = {1, 2, 3};
+  eg_generate_options options = EG_GENERATE_OPTIONS_INIT;
+  eg_model *model = changed_model(fixture, add_positions);
+  eg_runner *runner;
+  eg_step_report report;
+  size_t n_tokens = 0;
+  assert_int_equal(first_loss(fixture, model, 100, 1, &report), EG_ERROR_DATA);
+  api_expect_error(fixture->ctx, "a table of 16 positions");
+  options.max_tokens = 30;
+  api_must(fixture->ctx, eg_runner_create(model, NULL, &runner));
+  assert_int_equal(eg_runner_generate(runner, prompt, 3, &options, count_token, &n_tokens), EG_ERROR_ARGUMENT);
+  api_expect_error(fixture->ctx, "at most 16 tokens");
+  assert_int_equal(n_tokens, 14);
+  eg_runner_destroy(runner);
+  eg_model_destroy(model);
+}
+
 static void test_unknown_input(void **state) {
   api_fixture *fixture = *state;
   eg_model *model = changed_model(fixture, add_unknown);
@@ -120,6 +165,7 @@ int main(void) {
       cmocka_unit_test_setup_teardown(test_fixed_batch, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_narrow_tokens, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_too_few_tokens, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_too_few_positions, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_unknown_input, api_setup, api_teardown),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);

@@ -93,6 +93,35 @@ static void test_out_of_memory(void **state) {
   assert_int_equal(fixture->n_live, n_live);
 }
 
+/* A Hugging Face folder becomes a model. */
+static eg_status make_new(api_fixture *fixture, uint64_t fail_at) {
+  egi_new_options options = {.dtype = EG_DTYPE_UNDEFINED};
+  egi_module *module = NULL;
+  fixture->n_allocations = 0;
+  fixture->fail_at = fail_at;
+  eg_context *ctx = api_context(fixture, 1);
+  if (ctx == NULL) return EG_ERROR_MEMORY;
+  eg_status status = egi_weight_files_open(ctx, EGI_TEST_DATA "/gpt2/hf", &options.weights);
+  if (status == EG_OK) status = egi_huggingface_new(ctx, EGI_TEST_DATA "/gpt2/hf/config.json", &options, &module);
+  egi_module_destroy(module);
+  egi_weight_files_close(options.weights);
+  eg_context_destroy(ctx);
+  fixture->fail_at = 0;
+  return status;
+}
+
+static void test_new_out_of_memory(void **state) {
+  api_fixture *fixture = *state;
+  size_t n_live = fixture->n_live;
+  assert_int_equal(make_new(fixture, 0), EG_OK);
+  uint64_t total = fixture->n_allocations;
+  assert_true(total > 10);
+  for (uint64_t n = 1; n <= total; n++) {
+    if (make_new(fixture, n) != EG_ERROR_MEMORY) fail_msg("allocation %u of %u", (unsigned)n, (unsigned)total);
+    assert_int_equal(fixture->n_live, n_live);
+  }
+}
+
 /* An older caller's struct ends early: what lies behind it is not read, defaults are taken. */
 static void test_struct_size(void **state) {
   api_fixture *fixture = *state;
@@ -134,6 +163,7 @@ static void test_struct_size(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test_setup_teardown(test_out_of_memory, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_new_out_of_memory, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_struct_size, api_setup, api_teardown),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);

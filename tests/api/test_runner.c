@@ -78,6 +78,66 @@ static void test_refused(void **state) {
   eg_model_destroy(model);
 }
 
+/* keys = past and new ones; what a mask and positions hold is given out again. */
+static const char cached_model[] =
+    "<ir_version: 10, opset_import: [\"\": 23]>\n"
+    "g (int64[batch,sequence] input_ids, bool[batch,total] attention_mask, int64[batch,sequence] position_ids,\n"
+    "   float[batch,past,2] past_keys)\n"
+    "=> (float[batch,total,2] keys, int64[batch,total] seen, int64[batch,sequence] at)\n"
+    "<float[4,2] table = {0,0,1,1,2,2,3,3}, int64 none = {0}>\n"
+    "{ e = Gather (table, input_ids) keys = Concat <axis = 1> (past_keys, e)\n"
+    "  seen = Cast <to = 7> (attention_mask) at = Add (position_ids, none) }";
+
+static eg_runner *make_cached(api_fixture *fixture, eg_model **out_model) {
+  char path[256];
+  egi_module *module;
+  api_must(fixture->ctx, egi_module_parse(fixture->ctx, cached_model, strlen(cached_model), &module));
+  api_must(fixture->ctx, egi_infer_graph(module->graphs[0]));
+  api_path(fixture, path, sizeof path, "cached.onnx");
+  api_must(fixture->ctx, egi_module_export(module, module->graphs[0], path));
+  egi_module_destroy(module);
+  api_must(fixture->ctx, eg_model_load(fixture->ctx, path, NULL, out_model));
+  return make_runner(fixture, *out_model);
+}
+
+/* Runs three tokens behind `n_past` ones; `expected` are their positions. */
+static void check_cached(api_fixture *fixture, eg_runner *runner, int64_t n_past, const int64_t *mask,
+                         const int64_t *expected) {
+  static const int64_t ids[] = {1, 2, 3};
+  static const float past[] = {7, 7, 8, 8};
+  const eg_tensor inputs[] = {{"input_ids", EG_DTYPE_I64, 2, {1, 3}, ids},
+                              {"past_keys", EG_DTYPE_F32, 3, {1, n_past, 2}, past},
+                              {"attention_mask", EG_DTYPE_I64, 2, {1, n_past + 3}, mask}};
+  const eg_tensor *outputs;
+  size_t n;
+  api_must(fixture->ctx, eg_runner_run(runner, inputs, mask ? 3 : 2, &outputs, &n));
+  assert_int_equal(outputs[0].dims[1], n_past + 3);
+  for (int64_t i = 0; i < n_past + 3; i++) assert_int_equal(((const int64_t *)outputs[1].data)[i], mask ? mask[i] : 1);
+  assert_memory_equal(outputs[2].data, expected, 3 * sizeof *expected);
+}
+
+static void test_caches(void **state) {
+  api_fixture *fixture = *state;
+  static const int64_t ids[] = {1, 2, 3}, first[] = {0, 1, 2}, later[] = {2, 3, 4}, wrong[] = {1, 2, 1};
+  static const int64_t all[] = {1, 1, 1, 1, 1}, right[] = {0, 0, 0, 1, 1}, positions[] = {0, 0, 1};
+  eg_model *model;
+  eg_runner *runner = make_cached(fixture, &model);
+  const eg_tensor inputs[] = {{"input_ids", EG_DTYPE_I64, 2, {1, 3}, ids},
+                              {"attention_mask", EG_DTYPE_I64, 2, {1, 3}, wrong}};
+  const eg_tensor *outputs;
+  size_t n;
+  check_cached(fixture, runner, 0, NULL, first);
+  check_cached(fixture, runner, 2, NULL, later);
+  check_cached(fixture, runner, 2, all, later);
+  check_cached(fixture, runner, 2, right, positions);                     /* a row padded on the left */
+  api_must(fixture->ctx, eg_runner_run(runner, inputs, 1, &outputs, &n)); /* no cache given: an empty one is made */
+  assert_int_equal(outputs[0].dims[1], 3);
+  assert_int_equal(eg_runner_run(runner, inputs, 2, &outputs, &n), EG_ERROR_ARGUMENT);
+  api_expect_error(fixture->ctx, "\"attention_mask\" holds 2, the model takes bool");
+  eg_runner_destroy(runner);
+  eg_model_destroy(model);
+}
+
 typedef struct tokens {
   int32_t list[256];
   size_t n, limit;
@@ -161,6 +221,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test_setup_teardown(test_made_inputs, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_refused, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_caches, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_generate, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_generate_refused, api_setup, api_teardown),
   };

@@ -223,6 +223,10 @@ static void test_no_targets(void **state) {
   free(after);
   eg_trainer_destroy(trainer);
   eg_dataset_destroy(dataset);
+  api_must(fixture->ctx, eg_dataset_create(fixture->ctx, documents, 1, &dataset));
+  assert_int_equal(eg_trainer_create(model, dataset, &options, &trainer), EG_ERROR_DATA);
+  assert_non_null(strstr(eg_context_error(fixture->ctx), "no token is a target"));
+  eg_dataset_destroy(dataset);
   eg_model_destroy(model);
 }
 

@@ -84,7 +84,8 @@ bad 1 '--rslora is not in this version' train model.onnx --data data.jsonl --out
 bad 1 '--resume is not in this version' train model.onnx --data data.jsonl --out run --resume
 bad 1 'plan' plan model.onnx
 bad 1 '--format gguf' export model.onnx --adapter run --format gguf -o other
-bad 1 '--weights' new --config config.json --weights . --random-weights 1 -o other.onnx
+bad 2 '--weights and --random-weights' new --config config.json --weights . --random-weights 1 -o other.onnx
+bad 2 '--config is missing' new --random-weights 1 -o other.onnx
 
 # ---- bad files ----
 bad 1 'missing.onnx' inspect missing.onnx
@@ -125,6 +126,7 @@ printf '{"model_type": "mamba"}' >other.json
 bad 1 'mamba' new --config other.json --random-weights 1 -o other.onnx
 printf '{"model_type": "llama", "hidden_size": 16}' >other.json
 bad 1 'intermediate_size' new --config other.json --random-weights 1 -o other.onnx
+bad 1 'neither model.safetensors nor' new --config config.json --weights . -o other.onnx
 absent run
 absent other.onnx
 

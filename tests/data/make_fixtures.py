@@ -8,7 +8,7 @@ One folder a model: model.<exporter>-op<version>-<attention>[-<dtype>].onnx, and
 computed in float32 with the weights rounded to that type) with input_ids, attention_mask,
 labels [batch, sequence] (i64), logits, full-training gradients (grad.*), and for LoRA r = 4, alpha = 8 on all linears but
 the head: lora.init.*, lora.logits, lora.grad.* (of the mean loss, before clipping), the losses of ten AdamW steps
-(lora.curve; lr 5e-3, weight decay 0.1, clip 0.3) and lora.final.*.
+(lora.curve; lr 5e-3, weight decay 0.1, clip 0.3) and lora.final.*. For some hf/: config.json and model.safetensors.
 """
 import os, sys, warnings
 import onnx, torch, transformers
@@ -30,6 +30,7 @@ MODELS = {
 }
 TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"]}
 VARIANTS = [("dynamo", 20, "eager"), ("dynamo", 23, "sdpa"), ("torchscript", 17, "eager")]
+FOLDERS = ["gpt2", "qwen3"]  # saved as Hugging Face folders too
 NARROW = {"llama": [torch.float16, torch.bfloat16]}  # further exports at opset 23 with weights of these types
 KEEP = "pkg.torch.onnx.name_scopes"
 
@@ -158,6 +159,9 @@ def main():
         folder = os.path.join(sys.argv[1], name)
         os.makedirs(folder, exist_ok=True)
         save_file(references(name, data), os.path.join(folder, "ref.safetensors"))
+        if name in FOLDERS:
+            make(name, "eager").save_pretrained(os.path.join(folder, "hf"))
+            os.remove(os.path.join(folder, "hf", "generation_config.json"))
         for exporter, opset, attention in VARIANTS:
             try:
                 export(name, exporter, opset, attention, data, folder)

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Runs ../shared/check_model.py on the standard-domain files of one reference model, when it is there; it is unpacked once.
+# Runs ../shared/check_model.py on the standard-domain files of one reference model, when it is there, and on the file that
+# engraft makes of its Hugging Face folder; it is unpacked once.
 # usage: shared.sh ENGRAFT SHARED WORK MODEL     exit 77 = skipped
 set -eu
 engraft=$1 shared=$2 work=$3 model=$4
@@ -10,7 +11,10 @@ fi
 mkdir -p "$work"
 [ -d "$work/$model" ] || tar -xf "$shared/models/$model.tar.xz" -C "$work"
 status=0
-for file in "$work/$model"/model.dynamo-* "$work/$model"/model.torchscript-*; do
+if [ -d "$work/$model/hf" ]; then
+  "$engraft" new --weights "$work/$model/hf" -o "$work/$model/model.new-float32.onnx" || status=1
+fi
+for file in "$work/$model"/model.dynamo-* "$work/$model"/model.torchscript-* "$work/$model"/model.new-*; do
   [ -f "$file" ] || continue
   skip=packed,experts
   case $file in *-float16.onnx) skip=$skip,train ;; esac
