@@ -137,6 +137,16 @@ static size_t store_float(eg_dtype dtype, float value, uint8_t *out) {
   return sizeof(value);
 }
 
+static eg_status add_float(egi_upgrade *upgrade, const egi_node *like, const char *suffix, eg_dtype dtype, float number,
+                           egi_value_id *out_value) {
+  egi_weight weight = {.dtype = dtype};
+  uint8_t *data = egi_arena_get(&upgrade->graph->module->arena, 1, sizeof(double));
+  if (!data) return EG_ERROR_MEMORY;
+  weight.bytes.size_bytes = store_float(dtype, number, data);
+  weight.bytes.data = data;
+  return add_weight(upgrade, like, suffix, &weight, out_value);
+}
+
 /* A bound of Clip has the type of what is clipped: as far as that is declared, else float. */
 static eg_status move_bound(egi_upgrade *upgrade, egi_node *node, const char *name, uint16_t index) {
   const egi_attribute *attribute = egi_node_attribute(node, name);
@@ -145,13 +155,9 @@ static eg_status move_bound(egi_upgrade *upgrade, egi_node *node, const char *na
   if (attribute->kind == EGI_ATTRIBUTE_REFERENCE) {
     EG_TRY(add_reference(upgrade, node, attribute, "value_float", &value));
   } else if (attribute->kind == EGI_ATTRIBUTE_FLOAT) {
-    egi_weight weight = {.dtype = node->n_inputs ? upgrade->graph->values[node->inputs[0]].dtype : EG_DTYPE_F32};
-    uint8_t *data = egi_arena_get(&upgrade->graph->module->arena, 1, sizeof(double));
-    if (!data) return EG_ERROR_MEMORY;
-    if (!egi_dtype_is_float(weight.dtype) || egi_dtype_bits(weight.dtype) < 16) weight.dtype = EG_DTYPE_F32;
-    weight.bytes.size_bytes = store_float(weight.dtype, attribute->u.f, data);
-    weight.bytes.data = data;
-    EG_TRY(add_weight(upgrade, node, name, &weight, &value));
+    eg_dtype dtype = node->n_inputs ? upgrade->graph->values[node->inputs[0]].dtype : EG_DTYPE_F32;
+    if (!egi_dtype_is_float(dtype) || egi_dtype_bits(dtype) < 16) dtype = EG_DTYPE_F32;
+    EG_TRY(add_float(upgrade, node, name, dtype, attribute->u.f, &value));
   } else {
     return fail_attribute(upgrade, node, name);
   }
@@ -309,11 +315,10 @@ static eg_status upgrade_sum(egi_upgrade *upgrade, egi_node *node) {
 
 /* The sum, divided by the number of operands in their type. */
 static eg_status upgrade_mean(egi_upgrade *upgrade, egi_node *node) {
-  egi_attribute count = egi_attribute_float("value_float", (float)node->n_inputs);
-  egi_node number = {.attributes = &count, .n_attributes = 1}, typed = {.n_inputs = 2}, sum = *node;
+  egi_node typed = {.n_inputs = 2}, sum = *node;
   egi_value_id operands[2] = {0, 0};
   if (!node->n_inputs) return EG_OK;
-  EG_TRY(add_node(upgrade, node, EGI_OP_Constant, &number, &operands[0]));
+  EG_TRY(add_float(upgrade, node, "count", EG_DTYPE_F32, (float)node->n_inputs, &operands[0]));
   operands[1] = node->inputs[0];
   typed.inputs = operands;
   EG_TRY(add_node(upgrade, node, EGI_OP_CastLike, &typed, &operands[1]));

@@ -101,7 +101,7 @@ static const upgrade_case moved_attributes[] = {
      .op = "Mean",
      .inputs = "x,half",
      .outputs = "y",
-     .wanted = {"Constant <value_float: float = 2", "= CastLike (", "= Add (x, half)", "y = Div ("}},
+     .wanted = {"float y_count = {2}", "= CastLike (", "= Add (x, half)", "y = Div ("}},
     {.opset = 11,
      .op = "Unsqueeze",
      .inputs = "x",
