@@ -1,6 +1,6 @@
 """Speed and error of the CUDA ragged products and routing kernels beside PyTorch's, with the ceilings of the card.
 
-    python bench/ragged.py LIBRARY.so [-o bench/results/ragged.json]
+    python bench/ragged.py LIBRARY.so [-o bench/results/ragged-h200.json]
 
 LIBRARY.so holds the launchers of backend/cuda/ragged.h and routing.h (target egi_cuda_ragged_shared). FLOP are counted
 as 2 * rows * n_in * n_out of the rows there are. Times are medians of CUDA events, of single calls for products and of
@@ -403,8 +403,9 @@ def main():
     measure_routing(library, table, 1 << 20, 8, 128, 2048)
     if arguments.output:
         with open(arguments.output, "w") as file:
-            json.dump({"commit": arguments.commit, "device": device, "torch": torch.__version__, "cuda": torch.version.cuda,
-                       "command": "python bench/ragged.py LIBRARY.so -o bench/results/ragged.json", "gemm_tflops": gemm,
+            json.dump({"commit": arguments.commit, "device": device, "torch": torch.__version__,
+                       "cuda": torch.version.cuda,
+                       "command": "python bench/ragged.py LIBRARY.so -o bench/results/ragged-h200.json", "gemm_tflops": gemm,
                        "copy_tbs": copy, "errors": errors, "nf4_in_kernel_equals_scratch": decoding,
                        "times": table.rows}, file, indent=1)
 

@@ -1,7 +1,7 @@
 /* The ragged product on Hopper. Blocks stay on their multiprocessors and take tiles of 256 rows of one group by 128 (or
- * 64) columns. Roles: a warp that starts copies; for NF4 another that does so for codes and scales, and six that
- * decode; two warpgroups that multiply, 64-row blocks 0 and 2, 1 and 3. Blocks of rows behind the group's end are
- * neither loaded nor multiplied. fp32 accumulators, contracted index in order, each result written once. */
+ * 64) columns. Roles: a warp that starts copies; for NF4 those of ragged_decode_sm90.cuh; two warpgroups that multiply,
+ * 64-row blocks 0 and 2, 1 and 3. Blocks of rows behind the group's end are neither loaded nor multiplied. fp32
+ * accumulators, contracted index in order, each result written once. */
 #ifndef ENGRAFT_BACKEND_CUDA_RAGGED_PRODUCT_SM90_CUH
 #define ENGRAFT_BACKEND_CUDA_RAGGED_PRODUCT_SM90_CUH
 
@@ -270,7 +270,7 @@ template <class C> __device__ __forceinline__ void set_up(const product_call &ca
     for (int i = 0; i < STAGES; i++) {
       barrier_init(memory.full(i), C::IS_NF4 ? 129 : 1);
       barrier_init(memory.empty(i), 8);
-      barrier_init(memory.packed_full(i), 33);
+      barrier_init(memory.packed_full(i), 65);
       barrier_init(memory.packed_empty(i), 128);
     }
     init_fence();
@@ -286,11 +286,19 @@ __global__ void __launch_bounds__(C::threads, 1) product_kernel(const __grid_con
   const block_memory<C> memory(raw);
   set_up<C>(call, memory);
   const int warp = warp_number();
-  if (warp < C::first_consumer) {
-    give_registers<C::IS_NF4 ? 56 : 40>();
+  if (warp < 4) {
+    give_registers<C::IS_NF4 ? 48 : 40>();
     if (warp == 0) produce<C>(call, memory);
     if (C::IS_NF4 && warp == 1) produce_codes<C>(call, memory);
-    if (C::IS_NF4 && warp >= FIRST_DECODER) decode<C>(call, memory, warp - FIRST_DECODER);
+    if (C::IS_NF4 && warp >= 2) {
+      if (call.nf4.absmax)
+        fetch_scales<C, false>(call, memory);
+      else
+        fetch_scales<C, true>(call, memory);
+    }
+  } else if (warp < C::first_consumer) {
+    give_registers<64>();
+    if (C::IS_NF4) decode<C>(call, memory);
   } else {
     take_registers<C::IS_NF4 ? 200 : 232>();
     consume<C>(call, memory, warp - C::first_consumer);

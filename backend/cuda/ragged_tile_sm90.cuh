@@ -9,7 +9,7 @@ namespace egi {
 namespace ragged {
 
 enum { TILE_ROWS = 256, TILE_DEPTH = 64, STAGES = 4, PANEL_BYTES = 64 * 128, STAGING_BYTES = 16 * 128 };
-enum { BOX_ROWS = 64, SCALES_BYTES = 128 * 4, SCALES_AHEAD = 3, FIRST_DECODER = 2, DECODERS = 6 };
+enum { BOX_ROWS = 64, SCALES_BYTES = 128 * 4, SCALES_AHEAD = 2 };
 
 template <class Element_, int COLUMNS_, bool IS_BACKWARD_, bool IS_GATED_, bool IS_NF4_> struct config {
   using Element = Element_;

@@ -241,7 +241,7 @@ tensor_error compare(const std::vector<float> &got, const std::vector<double> &w
   const double typical = std::sqrt(norm / static_cast<double>(n_rows));
   for (size_t r = 0; r < n_rows; r++) {
     const double e = std::sqrt(row_error[r]) / (std::sqrt(row_norm[r]) + 0.3 * typical + 1e-30);
-    if (!(e <= worst)) worst = e;
+    if (e != e || e > worst) worst = e; // a NaN stays
   }
   return {std::sqrt(error) / (std::sqrt(norm) + 1e-30), worst};
 }
@@ -271,7 +271,7 @@ double largest_lse_error(const std::vector<float> &got, const std::vector<double
       continue;
     }
     const double e = std::fabs(static_cast<double>(got[i]) - want[i]) / (1.0 + std::fabs(want[i]));
-    if (!(e <= worst)) worst = e;
+    if (e != e || e > worst) worst = e; // a NaN stays
   }
   return worst;
 }

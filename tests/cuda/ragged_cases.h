@@ -49,6 +49,7 @@ inline std::vector<product_case> make_product_cases() {
       {"nf4 swiglu", GROUPS_EDGES, 192, 400, 16, F, C, EGI_RAGGED_SWIGLU, NF4_INSIDE, false, false, true},
       {"nf4 clamped", GROUPS_RANDOM, 320, 336, 0, F, I, EGI_RAGGED_CLAMPED, NF4_NESTED, true, false, true},
       {"nf4 backward", GROUPS_EDGES, 200, 448, 0, B, U, P, NF4_INSIDE, false, false, false},
+      {"nf4 backward deep", GROUPS_RANDOM, 1024, 256, 16, B, U, P, NF4_NESTED, false, false, false},
       {"nf4 backward interleaved", GROUPS_RANDOM, 208, 320, 16, B, I, P, NF4_NESTED, false, true, false},
       {"nf4 scratch", GROUPS_RANDOM, 72, 256, 8, F, U, P, NF4_SCRATCH, true, false, false},
       {"nf4 small scratch", GROUPS_EDGES, 192, 264, 8, F, U, P, NF4_SMALL_SCRATCH, true, true, false},
