@@ -8,7 +8,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { SPIN_ROUNDS = 2000, MAX_THREADS = 256 };
+enum { SPIN_ROUNDS = 100000, MAX_THREADS = 256 };
 
 typedef struct pool_thread {
   struct egi_pool *pool;

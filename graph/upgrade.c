@@ -331,6 +331,55 @@ static eg_status upgrade_mean(egi_upgrade *upgrade, egi_node *node) {
   return set_input(upgrade, node, 0, operands[0]);
 }
 
+/* A node without attributes; b = 0: of one input. */
+static eg_status add_plain(egi_upgrade *upgrade, const egi_node *like, egi_op op, egi_value_id a, egi_value_id b,
+                           egi_value_id *out_value) {
+  egi_value_id inputs[2] = {a, b};
+  egi_node lists = {.n_inputs = b ? 2 : 1};
+  lists.inputs = inputs;
+  return add_node(upgrade, like, op, &lists, out_value);
+}
+
+/* x / sqrt(mean(x^2) + epsilon) along the last axis, of x or, for LayerNormalization, of x - mean(x). */
+static eg_status add_normalized(egi_upgrade *upgrade, const egi_node *node, eg_dtype dtype, egi_value_id *out_value) {
+  static const int64_t last[1] = {-1};
+  const egi_attribute axes = egi_attribute_ints("axes", last, 1);
+  float number = egi_node_float(node, "epsilon", 1e-5F);
+  egi_value_id x = node->inputs[0], axis = 0, epsilon = 0, at = 0;
+  EG_TRY(add_integers(upgrade, node, &axes, &axis));
+  EG_TRY(add_float(upgrade, node, "epsilon", dtype, number, &epsilon));
+  if (node->op == EGI_OP_LayerNormalization) {
+    EG_TRY(add_plain(upgrade, node, EGI_OP_ReduceMean, x, axis, &at));
+    EG_TRY(add_plain(upgrade, node, EGI_OP_Sub, x, at, &x));
+  }
+  EG_TRY(add_plain(upgrade, node, EGI_OP_Mul, x, x, &at));
+  EG_TRY(add_plain(upgrade, node, EGI_OP_ReduceMean, at, axis, &at));
+  EG_TRY(add_plain(upgrade, node, EGI_OP_Add, at, epsilon, &at));
+  EG_TRY(add_plain(upgrade, node, EGI_OP_Sqrt, at, 0, &at));
+  return add_plain(upgrade, node, EGI_OP_Div, x, at, out_value);
+}
+
+/* The definitions broadcast a scale of more dimensions than the one that is normalised, a row for each head say;
+ * kernels take one row. */
+static eg_status upgrade_normalization(egi_upgrade *upgrade, egi_node *node) {
+  const egi_attribute *axis = egi_node_attribute(node, "axis"), *epsilon = egi_node_attribute(node, "epsilon");
+  bool is_last = !axis || (axis->kind == EGI_ATTRIBUTE_INT && axis->u.i == -1);
+  bool is_known = is_last && (!epsilon || epsilon->kind == EGI_ATTRIBUTE_FLOAT);
+  if (!is_known || node->n_inputs < 2 || node->n_outputs != 1 || !node->inputs[0] || !node->inputs[1]) return EG_OK;
+  const egi_value *scale = &upgrade->graph->values[node->inputs[1]];
+  if (scale->kind != EGI_VALUE_WEIGHT || scale->rank < 2) return EG_OK;
+  egi_value_id normalized = 0, bias = node->n_inputs > 2 ? node->inputs[2] : 0;
+  EG_TRY(add_normalized(upgrade, node, scale->dtype, &normalized));
+  if (bias) EG_TRY(add_plain(upgrade, node, EGI_OP_Mul, normalized, node->inputs[1], &normalized));
+  node->op = bias ? EGI_OP_Add : EGI_OP_Mul;
+  node->op_name = bias ? "Add" : "Mul";
+  node->n_inputs = 2;
+  node->n_attributes = 0;
+  node->inputs[0] = normalized;
+  if (bias) node->inputs[1] = bias;
+  return EG_OK;
+}
+
 /* operator, version from which on it has the newest form, rule for older ones; in the order of the names */
 static const struct {
   const char *name;
@@ -341,9 +390,11 @@ static const struct {
     {"Dropout", INT64_MAX, upgrade_dropout},
     {"GroupNormalization", 21, upgrade_group_normalization},
     {"Hardmax", 13, upgrade_hardmax},
+    {"LayerNormalization", INT64_MAX, upgrade_normalization},
     {"LogSoftmax", 13, upgrade_softmax},
     {"Mean", INT64_MAX, upgrade_mean},
     {"Pad", 11, upgrade_pad},
+    {"RMSNormalization", INT64_MAX, upgrade_normalization},
     {"ReduceL1", 18, upgrade_axes},
     {"ReduceL2", 18, upgrade_axes},
     {"ReduceLogSum", 18, upgrade_axes},

@@ -63,6 +63,23 @@ static bool is_scalar_constant(const egi_graph *graph, egi_value_id value) {
   return egi_value_scalar(graph, value, &ignored);
 }
 
+/* A parameter of its own, not a vector, that scales the last dims of a hidden value: a norm with a row for each head.
+ * Tables that the exporter folded have no parameter's name. */
+static bool is_scale_of_heads(const finder *state, egi_value_id scale, egi_value_id other) {
+  const egi_graph *graph = state->graph;
+  const egi_value *a = &graph->values[scale], *b = &graph->values[other];
+  egi_dims *dims = graph->module->dims;
+  int64_t size = 0;
+  if (a->kind != EGI_VALUE_WEIGHT || a->rank < 2 || a->rank >= b->rank || !state->is_hidden[other]) return false;
+  const char *name = weight_row(graph, scale)->name;
+  if (!egi_is_parameter_name(name) || is_rotary_table(name)) return false;
+  for (int i = 0; i < a->rank; i++) {
+    egi_dim expected = egi_dim_resolve(dims, b->dims[b->rank - a->rank + i]);
+    if (!egi_dim_value(dims, expected, &size) || egi_dim_resolve(dims, a->dims[i]) != expected) return false;
+  }
+  return true;
+}
+
 /* x · scale and x + bias with a vector along the last axis of a hidden value; 1 + scale as some norms write it. */
 static eg_status add_vector_operand(finder *state, egi_node_id id) {
   const egi_graph *graph = state->graph;
@@ -71,6 +88,8 @@ static eg_status add_vector_operand(finder *state, egi_node_id id) {
     egi_value_id vector = node->inputs[i], other = node->inputs[1 - i];
     bool is_transposed = false;
     int64_t length = vector_length(graph, vector);
+    if (node->op == EGI_OP_Mul && is_scale_of_heads(state, vector, other))
+      return add_operand(state, id, i, EGI_ROLE_SCALE, false);
     if (length == 0 || egi_weight_below(graph, vector, &is_transposed) == 0) continue;
     if (node->op == EGI_OP_Add && is_scalar_constant(graph, other)) return add_operand(state, id, i, EGI_ROLE_SCALE, 0);
     if (!state->is_hidden[other] || last_dim(graph, other) != length) continue;

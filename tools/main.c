@@ -45,6 +45,10 @@ static int run_command(tool *t, const command *found) {
  * second one. */
 static int run(const command *found, int n_arguments, char **arguments) {
   tool t = {.command = found->name, .usage = found->usage, .letter = found->letter};
+  if (n_arguments == 1 && strcmp(arguments[0], "--help") == 0) {
+    tool_print_help(&t);
+    return 0;
+  }
   if (found->run == tool_train) tool_block_signals();
   eg_context_options options = EG_CONTEXT_OPTIONS_INIT;
   eg_context *parse_context;

@@ -40,6 +40,17 @@ static tool_option_id find_option(const tool *t, const char *name, size_t length
   return OPTION_COUNT;
 }
 
+void tool_print_help(const tool *t) {
+  static const char *const kinds[] = {"TEXT", "", "N", "NUMBER", ""};
+  printf("usage: %s\n", t->usage);
+  for (int i = 0; i < OPTION_COUNT; i++) {
+    if (strchr(rows[i].commands, t->letter) == NULL) continue;
+    printf("  %s %s", rows[i].name, rows[i].kind == KIND_CHOICE ? rows[i].known : kinds[rows[i].kind]);
+    if (rows[i].default_text[0] != '\0') printf("  (%s)", rows[i].default_text);
+    printf("\n");
+  }
+}
+
 /* Checks and stores a value; what is wrong with it, or NULL. */
 static const char *store(tool_value *value, const option_row *row, const char *text) {
   switch (row->kind) {

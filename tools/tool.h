@@ -31,6 +31,7 @@ typedef struct tool {
 /* options.c. Both return an exit code. */
 int tool_parse(tool *t, int n_arguments, char **arguments);
 int tool_check_supported(const tool *t);
+void tool_print_help(const tool *t); /* usage, and each option of the command with its default, to stdout */
 const char *tool_text(const tool *t, tool_option_id id); /* NULL when "" */
 bool tool_is_given(const tool *t, tool_option_id id);
 

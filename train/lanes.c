@@ -68,16 +68,23 @@ void egi_lanes_close(egi_lanes *lanes) {
 typedef struct batch_row {
   const int32_t *tokens, *labels;
   uint32_t length; /* 0: a row beyond the documents */
+  int32_t filler;  /* behind the tokens, the last of them: 0 may have an embedding of zeros (PyTorch's padding_idx),
+                      which a norm without an epsilon makes NaN, and a masked key that is NaN spoils its row */
 } batch_row;
 
 static batch_row get_row(const egi_documents *documents, const egi_batch_range *range, uint32_t index) {
-  batch_row row = {NULL, NULL, 0};
-  if (range == NULL || index >= range->n_documents) return row;
+  batch_row row = {NULL, NULL, 0, 0};
+  if (range == NULL || range->n_documents == 0) return row;
+  if (index >= range->n_documents) {
+    row.filler = documents->tokens[documents->offsets[range->first_document]];
+    return row;
+  }
   uint64_t first = documents->offsets[range->first_document + index];
   uint64_t length = documents->offsets[range->first_document + index + 1] - first;
   row.tokens = documents->tokens + first;
   row.labels = documents->labels != NULL ? documents->labels + first : NULL;
   row.length = length < range->longest ? (uint32_t)length : range->longest;
+  row.filler = row.length > 0 ? row.tokens[row.length - 1] : 0;
   return row;
 }
 
@@ -85,7 +92,7 @@ static batch_row get_row(const egi_documents *documents, const egi_batch_range *
 static int64_t get_number(egi_feed role, const batch_row *row, uint32_t t) {
   switch (role) {
   case EGI_FEED_INPUT_IDS:
-    return t < row->length ? row->tokens[t] : 0;
+    return t < row->length ? row->tokens[t] : row->filler;
   case EGI_FEED_LABELS: /* shifted: what the token at t should predict */
     return t + 1 < row->length && row->labels != NULL ? row->labels[t + 1] : -100;
   case EGI_FEED_ATTENTION_MASK:

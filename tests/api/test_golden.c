@@ -138,7 +138,7 @@ static void check_logits(golden *g, const char *adapter, const char *reference) 
   for (int64_t row = 0; row < g->batch * g->sequence; row++)
     for (int64_t v = 0; v < vocabulary && mask[row] != 0; v++) {
       double difference = fabs((double)got[row * vocabulary + v] - (double)wanted[row * vocabulary + v]);
-      error = difference <= error ? error : difference; /* NaN is kept */
+      if (isnan(difference) || difference > error) error = difference; /* a NaN stays */
       largest = fmax(largest, fabs((double)wanted[row * vocabulary + v]));
     }
   within(g, reference, error / largest, logits_tolerance);

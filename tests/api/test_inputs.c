@@ -124,6 +124,42 @@ static eg_status add_positions(egi_graph *graph) {
   return egi_graph_rename_value(graph, graph->outputs[0], "logits");
 }
 
+/* Logits that are no numbers where a row holds a token 0. */
+static eg_status dread_zero(egi_graph *graph) {
+  static const int64_t one[1] = {1}, two[1] = {2};
+  egi_emitter emit = {.graph = graph};
+  const egi_value_id logits = graph->outputs[0], ids = egi_graph_find_value(graph, "input_ids");
+  egi_value_id inverse = egi_emit_unary(&emit, EGI_OP_Reciprocal, egi_emit_cast(&emit, ids, EG_DTYPE_F32));
+  egi_value_id largest = egi_emit_binary(&emit, EGI_OP_ReduceMax, inverse, egi_emit_integers(&emit, one, 1));
+  egi_value_id nothing = egi_emit_binary(&emit, EGI_OP_Sub, largest, largest);
+  nothing = egi_emit_binary(&emit, EGI_OP_Unsqueeze, nothing, egi_emit_integers(&emit, two, 1));
+  graph->outputs[0] = egi_emit_binary(&emit, EGI_OP_Add, logits, nothing);
+  EG_TRY(emit.status);
+  EG_TRY(egi_graph_rename_value(graph, logits, "plain"));
+  return egi_graph_rename_value(graph, graph->outputs[0], "logits");
+}
+
+/* Rows are filled up with their own tokens. */
+static void test_padding(void **state) {
+  api_fixture *fixture = *state;
+  static const int32_t tokens[] = {1, 2, 3, 4, 5, 6};
+  const eg_document documents[] = {{tokens, NULL, 6}, {tokens + 2, NULL, 3}};
+  eg_trainer_options options = api_options();
+  eg_model *model = changed_model(fixture, dread_zero);
+  eg_dataset *dataset;
+  eg_trainer *trainer;
+  eg_step_report report;
+  options.tokens = 12;
+  api_must(fixture->ctx, eg_dataset_create(fixture->ctx, documents, 2, &dataset));
+  api_must(fixture->ctx, eg_trainer_create(model, dataset, &options, &trainer));
+  api_must(fixture->ctx, eg_trainer_step(trainer, &report));
+  assert_int_equal(report.n_targets, 7);
+  assert_true(isfinite(report.loss));
+  eg_trainer_destroy(trainer);
+  eg_dataset_destroy(dataset);
+  eg_model_destroy(model);
+}
+
 static int count_token(void *userdata, int32_t token) {
   (void)token;
   ++*(size_t *)userdata;
@@ -166,6 +202,7 @@ int main(void) {
       cmocka_unit_test_setup_teardown(test_narrow_tokens, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_too_few_tokens, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_too_few_positions, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_padding, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_unknown_input, api_setup, api_teardown),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);

@@ -44,6 +44,9 @@ good new --config config.json --random-weights 1 --dtype f32 -o model.onnx
 there model.onnx
 printf '{"input_ids":[1,2,3,4,5,6,7,8]}\n{"input_ids":[9,8,7,6],"prompt_length":2}\n' >data.jsonl
 
+good train --help
+holds out '^  --rank N  \(16\)$'
+
 # ---- wrong usage: 2 ----
 bad 2 'usage: engraft'
 bad 2 'frobnicate' frobnicate

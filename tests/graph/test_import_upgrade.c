@@ -51,6 +51,9 @@ static void check_case(eg_context *ctx, const upgrade_case *row) {
   build_input(&builder, "x", row->dtype ? row->dtype : EG_DTYPE_F32, 3, dims);
   build_initializer(&builder, "half", EG_DTYPE_F32, 0, NULL, "\0\0\0\x3f", 4);
   build_initializer(&builder, "off", EG_DTYPE_BOOL, 0, NULL, "\0", 1);
+  static const int64_t wide[2] = {3, 4};
+  static const float zeros[12] = {0};
+  build_initializer(&builder, "wide", EG_DTYPE_F32, 2, wide, zeros, sizeof zeros);
   add_case_node(&builder, row);
   for (const char *name = row->outputs; *name; name += name[1] ? 2 : 1) build_output(&builder, (char[2]){*name, 0});
   if (build_load(&builder, NULL, &module) != EG_OK) fail_msg("%s: %s", row->op, eg_context_error(ctx));
@@ -102,6 +105,25 @@ static const upgrade_case moved_attributes[] = {
      .inputs = "x,half",
      .outputs = "y",
      .wanted = {"float y_count = {2}", "= CastLike (", "= Add (x, half)", "y = Div ("}},
+    {.opset = 23,
+     .op = "RMSNormalization",
+     .inputs = "x,wide",
+     .outputs = "y",
+     .float_name = "epsilon",
+     .float_value = 0.5F,
+     .wanted = {"float y_epsilon = {0.5}", "= Mul (x, x)", "= ReduceMean (", "= Sqrt (", "= Div (x, ", "y = Mul ("}},
+    {.opset = 17,
+     .op = "LayerNormalization",
+     .inputs = "x,wide,wide",
+     .outputs = "y",
+     .wanted = {"= ReduceMean (x, y_axes)", "= Sub (x, ", "= Sqrt (", "= Div (", ", wide)", "y = Add ("}},
+    {.opset = 17,
+     .op = "LayerNormalization",
+     .inputs = "x,wide",
+     .outputs = "y",
+     .int_name = "axis",
+     .int_value = 1,
+     .wanted = {"y = LayerNormalization <axis: int = 1> (x, wide)"}},
     {.opset = 11,
      .op = "Unsqueeze",
      .inputs = "x",

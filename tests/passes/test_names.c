@@ -92,6 +92,22 @@ static void the_head_is_found_among_outputs(void **state) {
   assert_string_equal(parameters(fixture), "wte.weight 2\nfc.weight 1 transposed\n");
 }
 
+/* A norm may have a row for each head; a table that the exporter folded is none, nor are cosines. */
+static void a_scale_of_heads_is_a_parameter(void **state) {
+  pass_fixture *fixture = *state;
+  pass_graph(fixture,
+             "(int64[batch,sequence] input_ids) => (float[batch,sequence,3] logits)\n"
+             "<float[3,4] \"wte.weight\" = {1,2,3,4,5,6,7,8,9,10,11,12}, float[2,2] \"q_norm.weight\" = {1,2,3,4},\n"
+             " float[2,2] val_1 = {1,2,3,4}, float[2,2] \"rotary.cos_cached\" = {1,2,3,4},\n"
+             " float[4,3] \"lm_head.weight\" = {0,0,0,0,0,0,0,0,0,0,0,0}, int64[4] heads = {0,0,2,2}, "
+             "int64[3] flat = {0,0,4}>\n"
+             "{ e = Gather (\"wte.weight\", input_ids)  h = Reshape (e, heads)  q = Mul (h, \"q_norm.weight\")\n"
+             "  r = Mul (q, val_1)  c = Mul (\"rotary.cos_cached\", r)  f = Reshape (c, flat)\n"
+             "  logits = MatMul (f, \"lm_head.weight\") }");
+  pass_run_settled(fixture, "name_modules");
+  assert_string_equal(parameters(fixture), "wte.weight 1\nq_norm.weight 1\nlm_head.weight 1\n");
+}
+
 static void weights_name_what_nodes_do_not(void **state) {
   pass_fixture *fixture = *state;
   pass_graph(
@@ -234,6 +250,7 @@ int main(void) {
       TEST(a_wrapper_goes),
       TEST(the_models_own_module_stays),
       TEST(the_head_is_found_among_outputs),
+      TEST(a_scale_of_heads_is_a_parameter),
       TEST(weights_name_what_nodes_do_not),
       TEST(genai_names_are_translated),
       TEST(ties_join_and_shared_initializers_split),
