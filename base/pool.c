@@ -1,5 +1,5 @@
 /* The thread pool: tasks of one call are handed out by an atomic counter, the caller works along. A worker sleeps on a
- * condition after a short spin, so that the many small calls of a step do not pay a wake-up each. */
+ * condition only after it has spun for longer than a step's calls lie apart, so that they do not pay a wake-up each. */
 #include "base/context.h"
 
 #include <pthread.h>
