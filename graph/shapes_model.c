@@ -181,3 +181,46 @@ eg_status egi_shape_attention_grad(egi_inference *in) {
   for (unsigned i = 0; i < 3; i++) EG_TRY(egi_shape_set_like(in, i, egi_shape_input(in, i)));
   return EG_OK;
 }
+
+/* key_valid and sinks, with the sizes that they share with Q, K and V. */
+static eg_status check_masked_operands(const egi_inference *in, attention *a) {
+  const egi_value *valid = egi_shape_input(in, 3), *sinks = egi_shape_input(in, 4);
+  for (unsigned i = 0; i < 3; i++) EG_TRY(egi_shape_check_input_rank(in, i, 4));
+  EG_TRY(check_operands(in, a));
+  EG_TRY(egi_shape_equal(in, "queries and keys", a->q.length, a->k.length, NULL));
+  if (egi_node_int(in->node, "window", 0) < 0) return egi_shape_fail(in, "the window is negative");
+  if (valid != NULL) {
+    EG_TRY(egi_shape_check_type(in, 3, EG_DTYPE_BOOL));
+    EG_TRY(egi_shape_check_input_rank(in, 3, 2));
+    EG_TRY(egi_shape_equal(in, "batch of key_valid", valid->dims[0], a->q.batch, NULL));
+    EG_TRY(egi_shape_equal(in, "length of key_valid", valid->dims[1], a->k.length, NULL));
+  }
+  if (sinks == NULL) return EG_OK;
+  EG_TRY(egi_shape_check_type(in, 4, EG_DTYPE_F32));
+  EG_TRY(egi_shape_check_input_rank(in, 4, 1));
+  return egi_shape_equal(in, "sinks and query heads", sinks->dims[0], a->q.heads, NULL);
+}
+
+eg_status egi_shape_masked_attention(egi_inference *in) {
+  attention a;
+  EG_TRY(check_masked_operands(in, &a));
+  const egi_dim dims[4] = {a.q.batch, a.q.heads, a.q.length, a.v.width};
+  EG_TRY(egi_shape_set(in, 0, egi_shape_input(in, 0)->dtype, 4, dims));
+  return egi_shape_set(in, 1, EG_DTYPE_F32, 3, dims);
+}
+
+/* Q, K, V, key_valid, sinks, Y, lse, dY -> dQ, dK, dV, d sinks */
+eg_status egi_shape_masked_attention_grad(egi_inference *in) {
+  const egi_value *y = egi_shape_input(in, 5), *lse = egi_shape_input(in, 6), *dy = egi_shape_input(in, 7);
+  attention a;
+  EG_TRY(check_masked_operands(in, &a));
+  EG_TRY(egi_shape_check_input_rank(in, 7, y->rank));
+  for (int i = 0; i < y->rank; i++) EG_TRY(egi_shape_equal(in, "the gradient's shape", y->dims[i], dy->dims[i], NULL));
+  EG_TRY(egi_shape_check_type(in, 6, EG_DTYPE_F32));
+  EG_TRY(egi_shape_check_input_rank(in, 6, 3));
+  EG_TRY(egi_shape_equal(in, "the log-sum-exp", lse->dims[2], a.q.length, NULL));
+  for (unsigned i = 0; i < 3; i++) EG_TRY(egi_shape_set_like(in, i, egi_shape_input(in, i)));
+  if (in->node->n_outputs < 4 || in->node->outputs[3] == 0) return EG_OK;
+  if (egi_shape_input(in, 4) == NULL) return egi_shape_fail(in, "a gradient of sinks without sinks");
+  return egi_shape_set_like(in, 3, egi_shape_input(in, 4));
+}

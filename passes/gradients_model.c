@@ -84,6 +84,27 @@ eg_status egi_gradient_attention(egi_gradient *gradient) {
   return EG_OK;
 }
 
+eg_status egi_gradient_masked_attention(egi_gradient *gradient) {
+  const egi_node *node = &gradient->graph->nodes[gradient->node];
+  bool has_lse = node->n_outputs > 1 && gradient->out_gradients[1] != 0;
+  EG_TRY(egi_gradient_require(gradient, !has_lse, "the log-sum-exp has no gradient"));
+  bool wants_sinks = egi_gradient_wants(gradient, 4);
+  unsigned n_results = wants_sinks ? 4 : count_results(gradient, 3);
+  egi_value_id results[4] = {0}, lse = egi_gradient_demand(gradient, 1);
+  const egi_value_id inputs[8] = {egi_gradient_input(gradient, 0),
+                                  egi_gradient_input(gradient, 1),
+                                  egi_gradient_input(gradient, 2),
+                                  egi_gradient_input(gradient, 3),
+                                  egi_gradient_input(gradient, 4),
+                                  egi_gradient_output(gradient, 0),
+                                  lse,
+                                  gradient->out_gradients[0]};
+  egi_gradient_emit(gradient, EGI_OP_MaskedAttentionGrad, inputs, 8, results, n_results);
+  for (unsigned i = 0; i < 3 && i < n_results; i++) egi_gradient_set(gradient, i, results[i]);
+  if (wants_sinks) egi_gradient_set(gradient, 4, results[3]);
+  return EG_OK;
+}
+
 eg_status egi_gradient_linear_log_probability(egi_gradient *gradient) {
   EG_TRY(egi_gradient_require(gradient, gradient->out_gradients[1] == 0, "the log-sum-exp has no gradient"));
   bool wants_bias = egi_gradient_wants(gradient, 3);

@@ -1,13 +1,15 @@
-/* Attention: tiles of 64 queries x 384 keys with an online softmax (Dao et al., FlashAttention, arXiv 2205.14135),
- * never the whole matrix of scores; tiles that causality, window or mask hide are skipped. A task is one tile of
- * queries of one head: it goes through the keys in order, so results do not depend on the number of threads. Products
- * accumulate in the element type, the sums of a row's exponentials over tiles in f64. */
+/* Attention and MaskedAttention: tiles of 64 queries x 384 keys with an online softmax (Dao et al., FlashAttention,
+ * arXiv 2205.14135), never the whole matrix of scores; tiles that causality, window or mask hide are skipped. A task is
+ * one tile of queries of one head: it goes through the keys in order, so results do not depend on the number of
+ * threads. Products accumulate in the element type, the sums of a row's exponentials over tiles in f64. A sink is where
+ * a row's softmax starts from. */
 #include "backend/cpu/attention.h"
 #include "backend/cpu/strided.h"
 
 #include <math.h>
 
 enum { OUTPUT_Y, OUTPUT_KEY, OUTPUT_VALUE, OUTPUT_SCORES, OUTPUT_LSE };
+enum { OUTPUT_MASKED_LSE = 1 };
 enum { INPUT_PAST_KEY = 4, INPUT_PAST_VALUE, INPUT_LENGTHS };
 
 typedef struct attention_params {
@@ -16,6 +18,7 @@ typedef struct attention_params {
   bool has_present[2];   /* kept in outputs */
   bool copies_present;   /* a past, or outputs for what is there */
   int64_t output_mode;   /* of qk_matmul_output; -1: not wanted */
+  unsigned lse_output;
   size_t key_at, value_at, workers_at;
   size_t scores_at, bias_at, sums_at, statistics_at, scratch_at, worker_bytes; /* in a worker's part */
 } attention_params;
@@ -70,10 +73,10 @@ static eg_status check_past(const egi_kernel_plan *plan, const egi_attention *a)
   return egi_fail_node(plan->graph, plan->node, EG_ERROR_SHAPE, "past or nonpad_kv_seqlen do not fit Q, K and V");
 }
 
-static eg_status check_outputs(const egi_kernel_plan *plan, const egi_attention *a) {
+static eg_status check_outputs(const egi_kernel_plan *plan, const egi_attention *a, unsigned lse_output) {
   for (unsigned i = 0; i < plan->n_outputs; i++) {
     eg_dtype dtype = plan->outputs[i].dtype;
-    bool is_number = i == OUTPUT_LSE && (dtype == EG_DTYPE_F32 || dtype == EG_DTYPE_F64);
+    bool is_number = i == lse_output && (dtype == EG_DTYPE_F32 || dtype == EG_DTYPE_F64);
     if (dtype != EG_DTYPE_UNDEFINED && dtype != a->dtype && !is_number) return egi_fail_types(plan);
   }
   return has_output(plan->outputs, plan->n_outputs, OUTPUT_Y) ? EG_OK : egi_fail_types(plan);
@@ -104,10 +107,10 @@ static size_t place_present(const egi_kernel_plan *plan, attention_params *p) {
   return total;
 }
 
+/* `workers_at` is set. */
 static void place_workspace(egi_kernel_plan *plan, attention_params *p) {
   const egi_attention *a = &p->shared;
   size_t at = 0, output_bytes = p->output_mode >= 0 ? egi_attention_output_bytes(a) : 0;
-  p->workers_at = place_present(plan, p);
   p->scores_at = at;
   at += a->bias_bytes;
   p->bias_at = at;
@@ -129,11 +132,26 @@ eg_status egi_cpu_prepare_attention(egi_kernel_plan *plan) {
   if (p->shared.n_past < 0) return egi_fail_node(plan->graph, plan->node, EG_ERROR_SHAPE, "past_key must have 4 dims");
   EG_TRY(egi_attention_read(plan, &p->shared));
   EG_TRY(check_past(plan, &p->shared));
-  EG_TRY(check_outputs(plan, &p->shared));
+  EG_TRY(check_outputs(plan, &p->shared, OUTPUT_LSE));
   p->shared.y = egi_attention_heads(&plan->outputs[OUTPUT_Y], p->shared.q_heads);
   p->output_mode = -1;
   if (has_output(plan->outputs, plan->n_outputs, OUTPUT_SCORES))
     p->output_mode = egi_node_int(egi_plan_node(plan), "qk_matmul_output_mode", 0);
+  p->lse_output = OUTPUT_LSE;
+  p->workers_at = place_present(plan, p);
+  place_workspace(plan, p);
+  plan->params = p;
+  return EG_OK;
+}
+
+eg_status egi_cpu_prepare_masked_attention(egi_kernel_plan *plan) {
+  attention_params *p = EGI_NEW(plan->arena, attention_params, 1);
+  if (!p) return EG_ERROR_MEMORY;
+  EG_TRY(egi_masked_attention_read(plan, &p->shared));
+  EG_TRY(check_outputs(plan, &p->shared, OUTPUT_MASKED_LSE));
+  p->shared.y = egi_attention_heads(&plan->outputs[OUTPUT_Y], p->shared.q_heads);
+  p->output_mode = -1;
+  p->lse_output = OUTPUT_MASKED_LSE;
   place_workspace(plan, p);
   plan->params = p;
   return EG_OK;
@@ -195,7 +213,8 @@ static void add_tile(const attention_run *run, const egi_attention_head *head, i
   egi_product_run(a->isa, &product, worker + p->scratch_at);
 }
 
-/* Y = sums / total, 0 for a query that sees no key; its lse is infinity, so that the gradient's probabilities are 0. */
+/* Y = sums / total, 0 for a query that sees no key; its lse is infinity, so that the gradient's probabilities are 0. A
+ * sink alone leaves the sums at 0, and is the lse. */
 static void store_rows(const attention_run *run, const egi_attention_head *head, int64_t query, int64_t n,
                        char *worker) {
   const attention_params *p = run->params;
@@ -214,8 +233,8 @@ static void store_rows(const attention_run *run, const egi_attention_head *head,
     if (y.column_stride == 1) memcpy(out, row, (size_t)a->value_width * a->bytes);
     for (int64_t j = 0; j < a->value_width && y.column_stride != 1; j++)
       memcpy(egi_matrix_at(&y, query + i, j), row + (size_t)j * a->bytes, a->bytes);
-    if (!has_output(call->outputs, call->n_outputs, OUTPUT_LSE)) continue;
-    const egi_tensor *lse = &call->outputs[OUTPUT_LSE];
+    if (!has_output(call->outputs, call->n_outputs, p->lse_output)) continue;
+    const egi_tensor *lse = &call->outputs[p->lse_output];
     int64_t offset = head->batch * lse->strides[0] + head->q_head * lse->strides[1] + (query + i) * lse->strides[2];
     bool is_hidden = is_empty || largest < -1e30; /* hidden by the lowest numbers: the exponent has no digits left */
     egi_real_set((char *)lse->data + offset * (int64_t)egi_element_bytes(lse->dtype), lse->dtype,
@@ -238,9 +257,10 @@ static void run_tile(void *argument, size_t index, size_t worker_index) {
   egi_attention_head head =
       egi_attention_head_at(a, run->call, (int64_t)index / n_tiles, run->key.data, run->value.data);
   double *statistics = (double *)(void *)(worker + p->statistics_at);
+  double sink = egi_attention_sink(a, run->call, head.q_head);
   for (int64_t i = 0; i < n; i++) {
-    statistics[2 * i] = -HUGE_VAL;
-    statistics[2 * i + 1] = 0;
+    statistics[2 * i] = sink;
+    statistics[2 * i + 1] = sink > -HUGE_VAL;
   }
   memset(worker + p->sums_at, 0, (size_t)(n * a->value_width) * a->bytes);
   egi_key_range range = egi_attention_tile_range(a, &head, query, n);

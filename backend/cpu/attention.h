@@ -1,4 +1,5 @@
-/* What Attention and AttentionGrad share: sizes and strides of the heads, which keys a query sees, tiles of the mask.
+/* What Attention, MaskedAttention and their gradients share: sizes and strides of the heads, which keys a query sees,
+ * tiles of the mask.
  */
 #ifndef ENGRAFT_BACKEND_CPU_ATTENTION_H
 #define ENGRAFT_BACKEND_CPU_ATTENTION_H
@@ -20,7 +21,7 @@ typedef struct egi_attention {
   size_t bytes; /* of an element */
   int64_t n_batches, q_heads, kv_heads, n_queries, n_keys, n_past, width, value_width;
   double scale, softcap;
-  bool is_causal, has_lengths, has_mask;
+  bool is_causal, has_lengths, has_mask, has_sinks;
   int64_t left, right;        /* window; -1: none */
   egi_heads q, k, v, y, mask; /* k and v: of the present ones when there is a past */
   int64_t mask_columns;       /* keys beyond it are hidden */
@@ -48,6 +49,10 @@ typedef enum egi_mask_state {
 
 /* Sizes, attributes, types of Q, K, V and mask (inputs 0 to 3); fails as prepare does. */
 eg_status egi_attention_read(egi_kernel_plan *plan, egi_attention *out_attention);
+/* The same for MaskedAttention: key_valid (input 3) is a mask that all heads and queries share; sinks are input 4. */
+eg_status egi_masked_attention_read(egi_kernel_plan *plan, egi_attention *out_attention);
+/* The sink of a query head, -inf where there is none. */
+double egi_attention_sink(const egi_attention *a, const egi_kernel_call *call, int64_t q_head);
 /* [batch, heads, rows, columns], or [batch, rows, heads · columns] taken apart. */
 egi_heads egi_attention_heads(const egi_tensor *tensor, int64_t n_heads);
 /* Rows and columns of one head. */

@@ -1,18 +1,22 @@
-/* AttentionGrad: scores of each tile are computed anew and become probabilities through the saved log-sum-exp (Dao et
- * al., arXiv 2205.14135, section B.4). Two passes, both free of atomics: a task of the first owns a tile of keys of one
- * key head and goes through the query heads and queries in order for dK and dV; a task of the second owns a tile of
- * queries for dQ. Products accumulate in the element type; delta = sum of dY · Y per row in f64. No gradient flows
- * to the mask. */
+/* AttentionGrad and MaskedAttentionGrad: scores of each tile are computed anew and become probabilities through the
+ * saved log-sum-exp (Dao et al., arXiv 2205.14135, section B.4). Two passes, both free of atomics: a task of the first
+ * owns a tile of keys of one key head and goes through the query heads and queries in order for dK and dV; a task of
+ * the second owns a tile of queries for dQ. Products accumulate in the element type; delta = sum of dY · Y per row in
+ * f64. No gradient flows to the mask. A sink's value is 0, so that its gradient is the sum of -p · delta over its rows.
+ */
 #include "backend/cpu/attention.h"
+
+#include <math.h>
 
 #define TILE_OWN_KEYS ((int64_t)128) /* of a task that owns keys; at most EGI_TILE_KEYS */
 
-enum { INPUT_MASK = 3, INPUT_Y, INPUT_LSE, INPUT_DY };
-enum { OUTPUT_DQ, OUTPUT_DK, OUTPUT_DV, OUTPUT_COUNT };
+enum { INPUT_MASK = 3, INPUT_Y = 4, INPUT_MASKED_Y = 5 }; /* lse and dY follow Y */
+enum { OUTPUT_DQ, OUTPUT_DK, OUTPUT_DV, OUTPUT_DSINKS, OUTPUT_COUNT };
 
 typedef struct grad_params {
   egi_attention shared;
-  egi_heads y, dy, gradients[OUTPUT_COUNT];
+  unsigned y_input, lse_input, dy_input;
+  egi_heads y, dy, gradients[OUTPUT_DV + 1];
   size_t workers_at; /* deltas lie before: f64 [batch, q_heads, queries] */
   size_t scores_at, d_scores_at, bias_at, scratch_at, worker_bytes;
 } grad_params;
@@ -41,8 +45,10 @@ static bool same_dims(const egi_tensor *a, const egi_tensor *b) {
   return true;
 }
 
-static eg_status check_operands(const egi_kernel_plan *plan, const egi_attention *a) {
-  const egi_tensor *y = &plan->inputs[INPUT_Y], *lse = &plan->inputs[INPUT_LSE], *dy = &plan->inputs[INPUT_DY];
+static eg_status check_operands(const egi_kernel_plan *plan, const grad_params *p) {
+  const egi_attention *a = &p->shared;
+  const egi_tensor *y = &plan->inputs[p->y_input], *lse = &plan->inputs[p->lse_input];
+  const egi_tensor *dy = &plan->inputs[p->dy_input];
   if (y->dtype != a->dtype || dy->dtype != a->dtype || !egi_row_functions_of(lse->dtype)) return egi_fail_types(plan);
   bool fits = same_dims(y, dy) && lse->rank == 3 && lse->dims[0] == a->n_batches && lse->dims[1] == a->q_heads &&
               lse->dims[2] == a->n_queries && y->rank == plan->inputs[0].rank && y->dims[0] == a->n_batches;
@@ -51,23 +57,25 @@ static eg_status check_operands(const egi_kernel_plan *plan, const egi_attention
   else if (fits)
     fits = y->dims[1] == a->n_queries && y->dims[2] == a->q_heads * a->value_width;
   for (unsigned i = 0; i < plan->n_outputs && fits; i++) {
+    const egi_tensor *variable = &plan->inputs[i == OUTPUT_DSINKS ? 4 : i];
     if (plan->outputs[i].dtype == EG_DTYPE_UNDEFINED) continue;
-    if (plan->outputs[i].dtype != a->dtype) return egi_fail_types(plan);
-    fits = same_dims(&plan->outputs[i], &plan->inputs[i]);
+    if (plan->outputs[i].dtype != variable->dtype) return egi_fail_types(plan);
+    fits = same_dims(&plan->outputs[i], variable);
   }
   if (fits) return EG_OK;
   return egi_fail_node(plan->graph, plan->node, EG_ERROR_SHAPE, "Y, lse, dY or the results do not fit Q, K and V");
 }
 
-eg_status egi_cpu_prepare_attention_grad(egi_kernel_plan *plan) {
-  grad_params *p = EGI_NEW(plan->arena, grad_params, 1);
-  if (!p) return EG_ERROR_MEMORY;
+/* `p->shared` is read. */
+static eg_status prepare(egi_kernel_plan *plan, grad_params *p, unsigned y_input) {
   egi_attention *a = &p->shared;
-  EG_TRY(egi_attention_read(plan, a));
-  EG_TRY(check_operands(plan, a));
-  p->y = egi_attention_heads(&plan->inputs[INPUT_Y], a->q_heads);
-  p->dy = egi_attention_heads(&plan->inputs[INPUT_DY], a->q_heads);
-  for (unsigned i = 0; i < plan->n_outputs; i++)
+  p->y_input = y_input;
+  p->lse_input = y_input + 1;
+  p->dy_input = y_input + 2;
+  EG_TRY(check_operands(plan, p));
+  p->y = egi_attention_heads(&plan->inputs[p->y_input], a->q_heads);
+  p->dy = egi_attention_heads(&plan->inputs[p->dy_input], a->q_heads);
+  for (unsigned i = 0; i < plan->n_outputs && i <= OUTPUT_DV; i++)
     if (plan->outputs[i].dtype != EG_DTYPE_UNDEFINED)
       p->gradients[i] = egi_attention_heads(&plan->outputs[i], i == OUTPUT_DQ ? a->q_heads : a->kv_heads);
   size_t deltas = (size_t)(a->n_batches * a->q_heads * a->n_queries) * sizeof(double);
@@ -79,6 +87,20 @@ eg_status egi_cpu_prepare_attention_grad(egi_kernel_plan *plan) {
   plan->workspace_bytes = p->workers_at + p->worker_bytes * egi_pool_size(egi_context_pool(plan->ctx));
   plan->params = p;
   return EG_OK;
+}
+
+eg_status egi_cpu_prepare_attention_grad(egi_kernel_plan *plan) {
+  grad_params *p = EGI_NEW(plan->arena, grad_params, 1);
+  if (!p) return EG_ERROR_MEMORY;
+  EG_TRY(egi_attention_read(plan, &p->shared));
+  return prepare(plan, p, INPUT_Y);
+}
+
+eg_status egi_cpu_prepare_masked_attention_grad(egi_kernel_plan *plan) {
+  grad_params *p = EGI_NEW(plan->arena, grad_params, 1);
+  if (!p) return EG_ERROR_MEMORY;
+  EG_TRY(egi_masked_attention_read(plan, &p->shared));
+  return prepare(plan, p, INPUT_MASKED_Y);
 }
 
 /* ---- run -------------------------------------------------------------------------------------------------------- */
@@ -105,8 +127,8 @@ static void run_delta(void *argument, size_t index, size_t worker) {
   int64_t n_tiles = ceil_divide(a->n_queries, EGI_TILE_QUERIES), head = (int64_t)index / n_tiles;
   int64_t query = (int64_t)index % n_tiles * EGI_TILE_QUERIES, end = smaller(query + EGI_TILE_QUERIES, a->n_queries);
   const egi_tensor *inputs = run->call->inputs;
-  egi_matrix y = egi_attention_matrix(a, inputs[INPUT_Y].data, &p->y, head / a->q_heads, head % a->q_heads);
-  egi_matrix dy = egi_attention_matrix(a, inputs[INPUT_DY].data, &p->dy, head / a->q_heads, head % a->q_heads);
+  egi_matrix y = egi_attention_matrix(a, inputs[p->y_input].data, &p->y, head / a->q_heads, head % a->q_heads);
+  egi_matrix dy = egi_attention_matrix(a, inputs[p->dy_input].data, &p->dy, head / a->q_heads, head % a->q_heads);
   bool is_packed = (y.column_stride == 1 && dy.column_stride == 1) || a->value_width == 1;
   for (; query < end; query++) {
     double sum = 0;
@@ -117,18 +139,24 @@ static void run_delta(void *argument, size_t index, size_t worker) {
   }
 }
 
+static double lse_at(const grad_run *run, int64_t batch, int64_t q_head, int64_t query) {
+  const egi_tensor *lse = &run->call->inputs[run->params->lse_input];
+  int64_t offset = batch * lse->strides[0] + q_head * lse->strides[1] + query * lse->strides[2];
+  return egi_real_get((const char *)lse->data + offset * (int64_t)egi_element_bytes(lse->dtype), lse->dtype);
+}
+
 /* Probabilities and gradients of the raw scores of a tile; false when the mask hides all of it. */
 static bool make_tile(const grad_run *run, const egi_attention_head *head, int64_t at[2], int64_t size[2],
                       char *worker) {
   const grad_params *p = run->params;
   const egi_attention *a = &p->shared;
-  const egi_tensor *inputs = run->call->inputs, *lse = &inputs[INPUT_LSE];
+  const egi_tensor *inputs = run->call->inputs;
   char *scores = worker + p->scores_at, *d_scores = worker + p->d_scores_at, *bias = worker + p->bias_at;
   void *scratch = worker + p->scratch_at;
   egi_mask_state state = egi_attention_mask(a, head, &inputs[a->has_mask ? INPUT_MASK : 0], at, size, bias);
   if (state == EGI_MASK_HIDDEN) return false;
   egi_attention_scores(a, head, at, size, scores, scratch);
-  egi_matrix dy = egi_attention_matrix(a, inputs[INPUT_DY].data, &p->dy, head->batch, head->q_head);
+  egi_matrix dy = egi_attention_matrix(a, inputs[p->dy_input].data, &p->dy, head->batch, head->q_head);
   egi_matrix values = {head->v.data, a->dtype, head->v.column_stride, head->v.row_stride};
   egi_product product = {size[0],
                          size[1],
@@ -142,8 +170,7 @@ static bool make_tile(const grad_run *run, const egi_attention_head *head, int64
   for (int64_t i = 0; i < size[0]; i++) {
     egi_score_row row = egi_attention_row(a, head, at, size, i, scores, state == EGI_MASK_BIAS ? bias : NULL);
     int64_t query = at[0] + i;
-    int64_t offset = head->batch * lse->strides[0] + head->q_head * lse->strides[1] + query * lse->strides[2];
-    double shift = egi_real_get((char *)lse->data + offset * (int64_t)egi_element_bytes(lse->dtype), lse->dtype);
+    double shift = lse_at(run, head->batch, head->q_head, query);
     double delta = *delta_at(run, head->batch * a->q_heads + head->q_head, query);
     a->functions->attention_grad(&row, shift, delta, d_scores + (size_t)(i * size[1]) * a->bytes);
   }
@@ -175,7 +202,7 @@ static void add_to_keys(const grad_run *run, const egi_attention_head *head, con
   const egi_attention *a = &p->shared;
   int64_t kv_head = head->q_head / (a->q_heads / a->kv_heads);
   if (has_output(run, OUTPUT_DV)) {
-    egi_matrix dy = egi_attention_matrix(a, run->call->inputs[INPUT_DY].data, &p->dy, head->batch, head->q_head);
+    egi_matrix dy = egi_attention_matrix(a, run->call->inputs[p->dy_input].data, &p->dy, head->batch, head->q_head);
     egi_matrix dv = gradient_of(run, OUTPUT_DV, head->batch, kv_head);
     egi_product product = tile_product(a, worker + p->scores_at, size, true);
     product.n = a->value_width;
@@ -245,6 +272,20 @@ static void run_queries(void *argument, size_t index, size_t worker_index) {
   }
 }
 
+/* The gradient of one sink: over the batch and the queries in order. */
+static void run_sink(void *argument, size_t index, size_t worker) {
+  (void)worker;
+  const grad_run *run = argument;
+  const egi_attention *a = &run->params->shared;
+  const egi_tensor *out = &run->call->outputs[OUTPUT_DSINKS];
+  int64_t head = (int64_t)index;
+  double sink = egi_attention_sink(a, run->call, head), sum = 0;
+  for (int64_t batch = 0; batch < a->n_batches; batch++)
+    for (int64_t query = 0; query < a->n_queries; query++)
+      sum -= exp(sink - lse_at(run, batch, head, query)) * *delta_at(run, batch * a->q_heads + head, query);
+  egi_real_set((char *)out->data + head * out->strides[0] * (int64_t)egi_element_bytes(out->dtype), out->dtype, sum);
+}
+
 eg_status egi_cpu_run_attention_grad(eg_context *ctx, const egi_kernel_call *call) {
   (void)ctx;
   const egi_attention *a = &((const grad_params *)call->params)->shared;
@@ -255,5 +296,6 @@ eg_status egi_cpu_run_attention_grad(eg_context *ctx, const egi_kernel_call *cal
     egi_pool_run(call->pool, (size_t)(a->n_batches * a->kv_heads * ceil_divide(a->n_keys, TILE_OWN_KEYS)), run_keys,
                  &run);
   if (has_output(&run, OUTPUT_DQ)) egi_pool_run(call->pool, query_tiles, run_queries, &run);
+  if (has_output(&run, OUTPUT_DSINKS)) egi_pool_run(call->pool, (size_t)a->q_heads, run_sink, &run);
   return EG_OK;
 }

@@ -60,7 +60,6 @@ static bool takes_mask_type(eg_dtype dtype) {
 
 /* Strides of the mask, right-aligned against [batch, q heads, queries, keys]; `a->n_keys` must be final. */
 static eg_status read_mask(egi_kernel_plan *plan, egi_attention *a) {
-  a->mask_columns = a->n_keys;
   a->has_mask = egi_plan_has_input(plan, 3);
   if (!a->has_mask) return EG_OK;
   const egi_tensor *mask = &plan->inputs[3];
@@ -80,8 +79,8 @@ static eg_status read_mask(egi_kernel_plan *plan, egi_attention *a) {
   return EG_OK;
 }
 
-eg_status egi_attention_read(egi_kernel_plan *plan, egi_attention *out_attention) {
-  egi_attention *a = out_attention;
+/* Everything but visibility; `a->n_past` is set. */
+static eg_status read_operands(egi_kernel_plan *plan, egi_attention *a) {
   const egi_node *node = egi_plan_node(plan);
   const egi_tensor *q = &plan->inputs[0];
   a->isa = egi_cpu_isa();
@@ -92,22 +91,59 @@ eg_status egi_attention_read(egi_kernel_plan *plan, egi_attention *out_attention
     return egi_fail_types(plan);
   EG_TRY(read_sizes(plan, a));
   a->n_keys += a->n_past;
-  EG_TRY(read_mask(plan, a));
+  a->mask_columns = a->n_keys;
   a->q = egi_attention_heads(q, a->q_heads);
   a->k = egi_attention_heads(&plan->inputs[1], a->kv_heads);
   a->v = egi_attention_heads(&plan->inputs[2], a->kv_heads);
   const egi_attribute *scale = egi_node_attribute(node, "scale");
   a->scale = scale ? (double)scale->u.f : 1.0 / sqrt(a->width > 0 ? (double)a->width : 1.0);
   a->softcap = (double)egi_node_float(node, "softcap", 0.0f);
-  a->is_causal = egi_node_int(node, "is_causal", 0) != 0;
-  a->left = egi_node_int(node, "left_window_size", -1);
-  a->right = egi_node_int(node, "right_window_size", -1);
   if (a->softcap < 0 || !(a->softcap < HUGE_VAL)) return fail_shape(plan, "softcap must be a number of at least 0");
   int64_t widest = a->width > a->value_width ? a->width : a->value_width;
   a->bias_bytes = (size_t)(EGI_TILE_QUERIES * EGI_TILE_KEYS) * a->bytes;
   a->scratch_bytes = egi_product_scratch(EGI_TILE_KEYS, widest > EGI_TILE_KEYS ? widest : EGI_TILE_KEYS);
   a->scratch_bytes = (a->scratch_bytes + 63) / 64 * 64;
   return EG_OK;
+}
+
+eg_status egi_attention_read(egi_kernel_plan *plan, egi_attention *out_attention) {
+  const egi_node *node = egi_plan_node(plan);
+  EG_TRY(read_operands(plan, out_attention));
+  out_attention->is_causal = egi_node_int(node, "is_causal", 0) != 0;
+  out_attention->left = egi_node_int(node, "left_window_size", -1);
+  out_attention->right = egi_node_int(node, "right_window_size", -1);
+  return read_mask(plan, out_attention);
+}
+
+eg_status egi_masked_attention_read(egi_kernel_plan *plan, egi_attention *out_attention) {
+  egi_attention *a = out_attention;
+  const egi_node *node = egi_plan_node(plan);
+  const egi_tensor *valid = &plan->inputs[3], *sinks = &plan->inputs[4];
+  EG_TRY(read_operands(plan, a));
+  int64_t window = egi_node_int(node, "window", 0);
+  a->is_causal = egi_node_int(node, "causal", 0) != 0;
+  a->left = window - 1; /* -1: none */
+  a->right = a->is_causal ? -1 : window - 1;
+  a->has_mask = egi_plan_has_input(plan, 3);
+  a->has_sinks = egi_plan_has_input(plan, 4);
+  bool fits = plan->inputs[0].rank == 4 && a->n_keys == a->n_queries && window >= 0;
+  if (a->has_mask) {
+    if (valid->dtype != EG_DTYPE_BOOL) return egi_fail_types(plan);
+    fits = fits && valid->rank == 2 && valid->dims[0] == a->n_batches && valid->dims[1] == a->n_keys;
+    a->mask = (egi_heads){valid->strides[0], 0, 0, valid->strides[1]};
+  }
+  if (a->has_sinks) {
+    if (!egi_row_functions_of(sinks->dtype)) return egi_fail_types(plan);
+    fits = fits && sinks->rank == 1 && sinks->dims[0] == a->q_heads;
+  }
+  return fits ? EG_OK : fail_shape(plan, "key_valid, sinks or the window do not fit Q, K and V");
+}
+
+double egi_attention_sink(const egi_attention *a, const egi_kernel_call *call, int64_t q_head) {
+  const egi_tensor *sinks = &call->inputs[a->has_sinks ? 4 : 0];
+  if (!a->has_sinks) return -HUGE_VAL;
+  int64_t offset = q_head * sinks->strides[0] * (int64_t)egi_element_bytes(sinks->dtype);
+  return egi_real_get((const char *)sinks->data + offset, sinks->dtype);
 }
 
 /* ---- visibility ------------------------------------------------------------------------------------------------- */

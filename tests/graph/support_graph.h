@@ -19,8 +19,9 @@ egi_dim graph_dim(graph_fixture *f, const char *text);
 /* A value from "float[batch,4]" (an input), "=[1,-1]" (an int64 constant), "=5" (an int64 scalar), "=5f" (a float
  * scalar) or "-" (none). */
 egi_value_id graph_value(graph_fixture *f, const char *text);
-/* A node from an operator, operands separated by ';' and attributes as in "axis=1 perm=[0,2,1] mode=text alpha=0.5f".
- * Outputs are named "y0", "y1" ...; the status of inference. */
+/* A node from an operator ("engraft.Attention" where the standard one has the name too), operands separated by ';' and
+ * attributes as in "axis=1 perm=[0,2,1] mode=text alpha=0.5f". Outputs are named "y0", "y1" ...; the status of
+ * inference. */
 eg_status graph_node(graph_fixture *f, const char *op, const char *inputs, const char *attributes, unsigned n_outputs,
                      egi_node_id *out_node);
 /* "float[batch,4]", followed by "{1,batch}" where the content is known. Valid until the next call. */

@@ -180,6 +180,13 @@ static const gradient_case cases[] = {
     {"(double[2,3,16] q, double[2,5,8] k, double[2,5,8] v, double[2,1,3,5] m) => (double[2,3,16] y)\n"
      "{ y = Attention <q_num_heads = 4, kv_num_heads = 2, scale = 0.3, softcap = 2.0> (q, k, v, m) }",
      -1, 1, 1e-4, 1e-6, "m"},
+    {"(double[2,4,5,8] q, double[2,2,5,8] k, double[2,2,5,6] v) => (double[2,4,5,6] y)\n"
+     "<bool[2,5] m = {0,0,1,1,1,1,1,1,1,0}>\n"
+     "{ y, lse = engraft.Attention <causal = 1, window = 3, softcap = 2.0> (q, k, v, m) }",
+     -1, 1, 1e-4, 1e-6, NULL},
+    {"(double[2,4,5,8] q, double[2,2,5,8] k, double[2,2,5,6] v, double[4] s) => (double[2,4,5,6] y)\n"
+     "{ f = Cast <to = 1> (s)  y, lse = engraft.Attention <causal = 1> (q, k, v, , f) }",
+     -1, 1, 1e-2, 1e-4, NULL},
     {"(double[2,3,5] x) => (float[2,3] y) <int64[2,3] t = {0,4,-100,2,2,1}> { y, lse = engraft.LogProbability (x, t) }",
      -2, 2, 1e-2, 1e-4, NULL},
     {"(double[2,3,4] x, double[4,5] w, double[5] b) => (float[2,3] y) <int64[2,3] t = {0,4,-100,2,2,1}>\n"
