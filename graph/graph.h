@@ -455,6 +455,11 @@ eg_status egi_module_print(const egi_module *module, const egi_graph *graph, uin
 eg_status egi_module_parse_function(egi_module *module, const char *text, size_t length);
 /* Adds the functions of graph/functions.def that nodes of the graph and of functions call. */
 eg_status egi_module_add_standard_functions(egi_module *module, egi_graph *graph);
+/* Whether the operator has a row in graph/bodies.def: a body of plain operators. */
+bool egi_op_has_body(egi_op op);
+/* Every node of an operator with a body (is_own_only: of domain engraft) becomes a call of a function that holds its
+ * body, added to the module; one that has none in its form stays. */
+eg_status egi_graph_call_bodies(egi_graph *graph, bool is_own_only, uint32_t *out_count);
 /* Parses the text syntax; errors name line and column. */
 eg_status egi_module_parse(eg_context *ctx, const char *text, size_t length, egi_module **out_module);
 

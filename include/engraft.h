@@ -216,11 +216,12 @@ typedef struct eg_trainer_options {
   double n_epochs;        /* passes over the data when n_steps is 0 */
   uint64_t seed;          /* of new adapters */
   uint64_t memory_budget; /* bytes of host memory a trainer may plan; 0: no limit */
+  int no_fuse;            /* 1: fused operators run and are differentiated as their bodies of plain operators */
 } eg_trainer_options;
 #define EG_TRAINER_OPTIONS_INIT                                                                                   \
   {                                                                                                               \
     sizeof(eg_trainer_options), "cpu", EG_DTYPE_F32, 0, 16, 16.0, "all-linear", NULL, EG_LORA_INIT_DEFAULT, 2e-4, \
-        EG_SCHEDULE_CONSTANT, 0.0, 0.0, 0.9, 0.999, 1e-8, 1.0, 2048, 1, 0, 1.0, 0, 0                              \
+        EG_SCHEDULE_CONSTANT, 0.0, 0.0, 0.9, 0.999, 1e-8, 1.0, 2048, 1, 0, 1.0, 0, 0, 0                           \
   }
 
 /* What a step did. */
@@ -287,9 +288,10 @@ typedef struct eg_runner_options {
   const char *device;  /* "cpu" */
   eg_dtype dtype;      /* of activations; EG_DTYPE_F32; EG_DTYPE_UNDEFINED: each type as in the file */
   const char *adapter; /* PEFT folder, NULL: none */
+  int no_fuse;         /* 1: fused operators run as their bodies of plain operators */
 } eg_runner_options;
 #define EG_RUNNER_OPTIONS_INIT \
-  { sizeof(eg_runner_options), "cpu", EG_DTYPE_F32, NULL }
+  { sizeof(eg_runner_options), "cpu", EG_DTYPE_F32, NULL, 0 }
 
 EG_API eg_status eg_runner_create(eg_model *model, const eg_runner_options *options, eg_runner **out_runner);
 EG_API void eg_runner_destroy(eg_runner *runner);

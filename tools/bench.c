@@ -110,6 +110,7 @@ static eg_status run(tool *t, bench *b) {
   eg_trainer_options trainer_options = EG_TRAINER_OPTIONS_INIT;
   measurement forward, step;
   EG_TRY(tool_load_model(t, &b->model));
+  runner_options.no_fuse = tool_is_given(t, OPTION_NO_FUSE);
   runner_options.device = tool_text(t, OPTION_DEVICE);
   EG_TRY(eg_runner_create(b->model, &runner_options, &b->runner));
   EG_TRY(make_row(t, b));

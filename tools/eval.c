@@ -7,7 +7,9 @@ static eg_status evaluate(tool *t, const eg_model *model, const eg_dataset *data
   double loss;
   uint64_t tokens = t->values[OPTION_TOKENS].count;
   if (tokens < 2 || tokens > UINT32_MAX) return egi_fail(t->ctx, EG_ERROR_ARGUMENT, "--tokens is out of range");
-  EG_TRY(egi_evaluate_model(model, tool_text(t, OPTION_ADAPTER), dataset->documents, (uint32_t)tokens, &loss));
+  const egi_evaluate_options options = {tool_text(t, OPTION_ADAPTER), (uint32_t)tokens,
+                                        tool_is_given(t, OPTION_NO_FUSE)};
+  EG_TRY(egi_evaluate_model(model, &options, dataset->documents, &loss));
   const egi_documents *documents = dataset->documents;
   if (tool_is_given(t, OPTION_JSON))
     printf("{\"loss\":%.9g,\"perplexity\":%.9g,\"documents\":%zu,\"tokens\":%llu,\"targets\":%llu}\n", loss, exp(loss),

@@ -48,6 +48,7 @@ int tool_run(tool *t) {
   if (tool_text(t, OPTION_INPUTS) == NULL) return tool_fail_usage(t, "--inputs is missing");
   if (tool_text(t, OPTION_OUTPUTS) == NULL) return tool_fail_usage(t, "--outputs is missing");
   options.device = tool_text(t, OPTION_DEVICE);
+  options.no_fuse = tool_is_given(t, OPTION_NO_FUSE);
   options.adapter = tool_text(t, OPTION_ADAPTER);
   if (strcmp(tool_text(t, OPTION_RUN_DTYPE), "file") == 0) options.dtype = EG_DTYPE_UNDEFINED;
   eg_status status = tool_load_model(t, &model);

@@ -103,21 +103,26 @@ static eg_status adapt(egi_machine *machine, const egi_peft *peft, const egi_doc
   EG_TRY(egi_vocabulary_check(machine->ctx, &vocabulary, documents));
   if (peft != NULL) EG_TRY(egi_adapters_from_peft(machine->graph, peft, arena, &adapters));
   egi_adapt_options options = {.adapters = adapters.targets, .n_adapters = adapters.count, .is_frozen = true};
-  EG_TRY(egi_run_passes(machine->graph, names, EGI_COUNT(names), &options));
+  return egi_run_passes(machine->graph, names, EGI_COUNT(names), &options);
+}
+
+static eg_status allocate(egi_machine *machine, const egi_peft *peft) {
   EG_TRY(egi_machine_allocate(machine));
   return peft != NULL ? egi_adapters_load(machine, peft) : EG_OK;
 }
 
-eg_status egi_evaluate_model(const eg_model *model, const char *adapter, const egi_documents *documents,
-                             uint32_t tokens, double *out_loss) {
+eg_status egi_evaluate_model(const eg_model *model, const egi_evaluate_options *options, const egi_documents *documents,
+                             double *out_loss) {
   egi_machine machine;
   egi_arena arena;
   egi_peft *peft = NULL;
   egi_arena_init(&arena, model->ctx, EGI_PURPOSE_DATA);
-  if (adapter != NULL) EG_TRY(egi_peft_open(model->ctx, adapter, &peft));
+  if (options->adapter != NULL) EG_TRY(egi_peft_open(model->ctx, options->adapter, &peft));
   eg_status status = egi_machine_prepare(&machine, model, "cpu", EG_DTYPE_F32);
   if (status == EG_OK) status = adapt(&machine, peft, documents, &arena);
-  if (status == EG_OK) status = egi_evaluate_graph(&machine, machine.graph, documents, tokens, out_loss);
+  if (status == EG_OK && options->is_expanded) status = egi_machine_expand(&machine);
+  if (status == EG_OK) status = allocate(&machine, peft);
+  if (status == EG_OK) status = egi_evaluate_graph(&machine, machine.graph, documents, options->tokens, out_loss);
   egi_machine_close(&machine);
   egi_peft_close(peft);
   egi_arena_clear(&arena);

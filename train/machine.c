@@ -42,6 +42,13 @@ eg_status egi_machine_prepare(egi_machine *machine, const eg_model *model, const
   return prepare_graph(machine, model, dtype);
 }
 
+eg_status egi_machine_expand(egi_machine *machine) {
+  static const char *const names[] = {"expand_fused",       "fold_constants",   "fold_shapes",
+                                      "eliminate_identity", "fold_constants",   "fold_shapes",
+                                      "eliminate_identity", "eliminate_common", "eliminate_dead"};
+  return egi_run_passes(machine->graph, names, EGI_COUNT(names), NULL);
+}
+
 eg_status egi_machine_allocate(egi_machine *machine) {
   EG_TRY(egi_store_create(machine->ctx, machine->module, machine->backend, &machine->store));
   EG_TRY(egi_store_make_pools(machine->store));

@@ -4,13 +4,14 @@
 
 #include <string.h>
 
-static eg_status adapt(eg_runner *runner, const egi_peft *peft) {
+static eg_status adapt(eg_runner *runner, const egi_peft *peft, bool is_expanded) {
   static const char *const names[] = {"graft_adapters", "eliminate_common", "eliminate_dead"};
   egi_machine *machine = &runner->machine;
   egi_adapters adapters = {.count = 0};
   if (peft != NULL) EG_TRY(egi_adapters_from_peft(machine->graph, peft, &runner->arena, &adapters));
   egi_adapt_options options = {.adapters = adapters.targets, .n_adapters = adapters.count, .is_frozen = true};
   if (peft != NULL) EG_TRY(egi_run_passes(machine->graph, names, EGI_COUNT(names), &options));
+  if (is_expanded) EG_TRY(egi_machine_expand(machine));
   EG_TRY(egi_machine_allocate(machine));
   return peft != NULL ? egi_adapters_load(machine, peft) : EG_OK;
 }
@@ -19,7 +20,7 @@ static eg_status fill(eg_runner *runner, const eg_runner_options *options) {
   egi_peft *peft = NULL;
   if (options->adapter != NULL) EG_TRY(egi_peft_open(runner->ctx, options->adapter, &peft));
   eg_status status = egi_machine_prepare(&runner->machine, runner->model, options->device, options->dtype);
-  if (status == EG_OK) status = adapt(runner, peft);
+  if (status == EG_OK) status = adapt(runner, peft, options->no_fuse != 0);
   egi_peft_close(peft);
   return status;
 }

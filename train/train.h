@@ -140,6 +140,8 @@ typedef struct egi_machine {
 /* Clones, canonicalises, recognises, widens (not for EG_DTYPE_UNDEFINED: types stay as in the file).
  * EG_ERROR_UNSUPPORTED for a device or type this build has not. */
 eg_status egi_machine_prepare(egi_machine *machine, const eg_model *model, const char *device, eg_dtype dtype);
+/* --no-fuse: fused operators become their bodies. After the adapt stage, before differentiation and allocation. */
+eg_status egi_machine_expand(egi_machine *machine);
 eg_status egi_machine_allocate(egi_machine *machine);
 void egi_machine_close(egi_machine *machine);
 eg_status egi_run_passes(egi_graph *graph, const char *const *names, size_t n_names, const egi_adapt_options *adapt);
@@ -234,9 +236,14 @@ eg_status egi_trainer_read(const eg_trainer *trainer, size_t index, egi_state_po
                            size_t n_values);
 eg_status egi_trainer_write(eg_trainer *trainer, size_t index, const float *values, size_t n_values);
 
-/* Mean loss over `documents` of the model with an adapter (NULL: none), without a trainer. */
-eg_status egi_evaluate_model(const eg_model *model, const char *adapter, const egi_documents *documents,
-                             uint32_t tokens, double *out_loss);
+typedef struct egi_evaluate_options {
+  const char *adapter; /* PEFT folder, NULL: none */
+  uint32_t tokens;     /* of a batch */
+  bool is_expanded;    /* fused operators as their bodies */
+} egi_evaluate_options;
+/* Mean loss over `documents` of the model without a trainer. */
+eg_status egi_evaluate_model(const eg_model *model, const egi_evaluate_options *options, const egi_documents *documents,
+                             double *out_loss);
 
 /* Checks the adapter against the model and writes it as a PEFT folder that names its modules one by one. */
 eg_status egi_export_peft(const eg_model *model, const char *adapter, const char *directory);

@@ -108,6 +108,7 @@ eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
                              .is_full = trainer->options.full != 0,
                              .has_gradient = true};
   EG_TRY(egi_run_passes(machine->graph, adapt_passes, EGI_COUNT(adapt_passes), &adapt));
+  if (trainer->options.no_fuse) EG_TRY(egi_machine_expand(machine));
   EG_TRY(list_parameters(trainer));
   EG_TRY(egi_module_copy_graph(machine->module, machine->graph, "evaluate", &trainer->evaluation));
   EG_TRY(egi_run_passes(machine->graph, differentiate_passes, EGI_COUNT(differentiate_passes), &adapt));

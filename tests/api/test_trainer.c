@@ -138,7 +138,8 @@ static void test_evaluate(void **state) {
   assert_true(fabs(report.loss - before) <= 1e-6 * before);
   api_must(fixture->ctx, eg_trainer_evaluate(trainer, dataset, &after));
   assert_true(after < before);
-  api_must(fixture->ctx, egi_evaluate_model(model, NULL, dataset->documents, 64, &alone));
+  api_must(fixture->ctx, egi_evaluate_model(model, &(egi_evaluate_options){.adapter = NULL, .tokens = 64},
+                                            dataset->documents, &alone));
   assert_true(fabs(alone - before) <= 1e-6 * before); /* B is zero at the start: the adapter changes nothing */
   eg_trainer_destroy(trainer);
   eg_dataset_destroy(dataset);
@@ -253,7 +254,8 @@ static void test_save_and_go_on(void **state) {
   assert_int_equal(count, other_count);
   assert_memory_equal(x, y, count * sizeof *x);
   api_must(fixture->ctx, eg_trainer_evaluate(a, dataset, &loss));
-  api_must(fixture->ctx, egi_evaluate_model(model, path, dataset->documents, 64, &loaded));
+  api_must(fixture->ctx, egi_evaluate_model(model, &(egi_evaluate_options){.adapter = path, .tokens = 64},
+                                            dataset->documents, &loaded));
   assert_true(fabs(loss - loaded) <= 1e-6 * loss);
   assert_int_equal(eg_trainer_save_model(a, path), EG_ERROR_ARGUMENT);
   free(x);
@@ -283,7 +285,8 @@ static void test_full(void **state) {
   api_path(fixture, path, sizeof path, "trained.onnx");
   api_must(fixture->ctx, eg_trainer_save_model(trainer, path));
   api_must(fixture->ctx, eg_model_load(fixture->ctx, path, NULL, &trained));
-  api_must(fixture->ctx, egi_evaluate_model(trained, NULL, dataset->documents, 64, &loaded));
+  api_must(fixture->ctx, egi_evaluate_model(trained, &(egi_evaluate_options){.adapter = NULL, .tokens = 64},
+                                            dataset->documents, &loaded));
   assert_true(fabs(loaded - after) <= 1e-6 * after);
   eg_model_destroy(trained);
   eg_trainer_destroy(trainer);

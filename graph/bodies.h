@@ -1,0 +1,50 @@
+/* What writers of bodies (graph/bodies.def) see of a node, and helpers to write ONNX text with. */
+#ifndef ENGRAFT_GRAPH_BODIES_H
+#define ENGRAFT_GRAPH_BODIES_H
+
+#include "graph/graph.h"
+
+typedef struct egi_body {
+  const egi_graph *graph;
+  const egi_node *node;
+  egi_text *text; /* the nodes between the braces */
+} egi_body;
+
+/* Appends the nodes that compute the formal outputs that the node wants from the formal inputs that it has. The text
+ * may depend on attributes, on which operands are there, and on types and ranks where these are known; sizes are
+ * computed by nodes (Shape), which fold away. Calls of functions and other fused operators must not stand in it.
+ * Returns false where the node's form has no body: then it stays as it is. */
+typedef bool (*egi_body_writer)(egi_body *body);
+#define EGI_BODY(symbol, inputs, outputs, writer) bool egi_body_##writer(egi_body *body);
+#include "graph/bodies.def"
+#undef EGI_BODY
+
+bool egi_body_has(const egi_body *body, unsigned input);
+bool egi_body_wants(const egi_body *body, unsigned output);
+/* EG_DTYPE_UNDEFINED and -1 where not known: an imported file's functions are looked at before types are inferred. */
+eg_dtype egi_body_dtype(const egi_body *body, unsigned input);
+int egi_body_rank(const egi_body *body, unsigned input);
+/* Size of an axis (negative: from the end), -1 where it is not a known number. */
+int64_t egi_body_size(const egi_body *body, unsigned input, int axis);
+/* "NAME = ..." for a number in the type of value `like`, a list of integers, one integer of rank 0. */
+void egi_body_number(egi_body *body, const char *name, double number, const char *like);
+void egi_body_integers(egi_body *body, const char *name, const int64_t *values, unsigned count);
+void egi_body_integer(egi_body *body, const char *name, int64_t value);
+/* "NAME = FROM" in float32, where narrow floats are to be computed with more digits; float64 stays. FROM has the type
+ * of the input. */
+void egi_body_widen(egi_body *body, const char *name, const char *from, unsigned input);
+
+/* Pieces of attention bodies (bodies_attention.c), for the values q4, k_all and v_all, [batch, heads, rows, width].
+ * Scores: batch, q_heads, kv_heads, share, queries, keys, value_width (sizes), v5, and scores [batch, q_heads, queries,
+ * keys], scaled and soft-capped by the node's attributes. */
+void egi_body_add_scores(egi_body *body);
+/* rows_ [queries, 1] and columns [1, keys]: numbers from 0. */
+void egi_body_add_positions(egi_body *body);
+/* "NAME = EXPRESSION", and with the condition so far: the name of both together. */
+const char *egi_body_add_condition(egi_body *body, const char *valid, const char *name, const char *expression);
+/* probabilities of `scores` where `valid`; NULL: everywhere. */
+void egi_body_add_probabilities(egi_body *body, const char *valid, const char *scores);
+/* y4 = probabilities · values, in the type of q. */
+void egi_body_add_mixture(egi_body *body);
+
+#endif
