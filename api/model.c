@@ -101,18 +101,40 @@ static eg_status split_passes(rewrite *r, const char *passes) {
   return EG_OK;
 }
 
+static void add_miss(egi_text *text, const char *miss) {
+  egi_text_add(text, ",\"nearest_miss\":");
+  if (miss != NULL)
+    egi_text_json(text, miss);
+  else
+    egi_text_add(text, "null");
+}
+
+static void add_rules(egi_text *text, const egi_pass_report *report) {
+  if (report->n_rules == 0) return;
+  egi_text_add(text, ",\"rules\":[");
+  for (uint32_t i = 0; i < report->n_rules; i++) {
+    const egi_rule_report *rule = &report->rules[i];
+    egi_text_add(text, i > 0 ? ",{\"rule\":" : "{\"rule\":");
+    egi_text_json(text, rule->rule);
+    egi_text_format(text, ",\"tried\":%u,\"matched\":%u", rule->n_tried, rule->n_matched);
+    add_miss(text, rule->nearest_miss);
+    egi_text_add(text, "}");
+  }
+  egi_text_add(text, "]");
+}
+
 static eg_status make_report(const rewrite *r, eg_context *ctx, char **out_report) {
   egi_text text;
   egi_text_init(&text, ctx);
   egi_text_add(&text, "{\"passes\":[");
   for (size_t i = 0; i < r->count; i++) {
     const egi_pass_report *report = &r->reports[i];
-    egi_text_format(&text, "%s{\"pass\":\"%s\",\"tried\":%u,\"matched\":%u,\"seconds\":%.6f,\"nearest_miss\":",
-                    i > 0 ? "," : "", report->pass, report->n_tried, report->n_matched, report->seconds);
-    if (report->nearest_miss != NULL)
-      egi_text_json(&text, report->nearest_miss);
-    else
-      egi_text_add(&text, "null");
+    egi_text_add(&text, i > 0 ? ",{\"pass\":" : "{\"pass\":");
+    egi_text_json(&text, report->pass);
+    egi_text_format(&text, ",\"tried\":%u,\"matched\":%u,\"seconds\":%.6f", report->n_tried, report->n_matched,
+                    report->seconds);
+    add_miss(&text, report->nearest_miss);
+    add_rules(&text, report);
     egi_text_add(&text, "}");
   }
   egi_text_add(&text, "]}\n");

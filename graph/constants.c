@@ -139,19 +139,29 @@ static bool read_float(const uint8_t *bytes, eg_dtype dtype, double *out) {
   }
 }
 
+bool egi_weight_scalar(const egi_weight *weight, double *out) {
+  egi_tensor tensor;
+  int64_t integer;
+  uint32_t count;
+  if (count_of(weight) != 1) return false;
+  if (egi_weight_integers(weight, &integer, 1, &count)) {
+    *out = (double)integer;
+    return true;
+  }
+  if (weight->bytes.kind == EGI_BYTES_FILL) {
+    *out = weight->bytes.value;
+    return true;
+  }
+  return weight_tensor(weight, &tensor) && read_float(tensor.data, weight->dtype, out);
+}
+
 bool egi_value_scalar(const egi_graph *graph, egi_value_id value, double *out) {
   const egi_weight *weight = weight_of(graph, value);
-  egi_tensor tensor;
   int64_t integer;
   uint32_t count;
   if (egi_value_integers(graph, value, &integer, 1, &count)) {
     *out = (double)integer;
     return count == 1;
   }
-  if (weight == NULL || count_of(weight) != 1) return false;
-  if (weight->bytes.kind == EGI_BYTES_FILL) {
-    *out = weight->bytes.value;
-    return true;
-  }
-  return weight_tensor(weight, &tensor) && read_float(tensor.data, weight->dtype, out);
+  return weight != NULL && egi_weight_scalar(weight, out);
 }

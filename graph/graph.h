@@ -394,6 +394,7 @@ bool egi_value_integers(const egi_graph *graph, egi_value_id value, int64_t *out
 /* Elements of an integer or boolean weight; false when they are not in memory or more than `capacity`. */
 bool egi_weight_integers(const egi_weight *weight, int64_t *out, uint32_t capacity, uint32_t *out_count);
 /* A float or integer constant with one element, as a double. */
+bool egi_weight_scalar(const egi_weight *weight, double *out);
 bool egi_value_scalar(const egi_graph *graph, egi_value_id value, double *out);
 
 /* Emits nodes for passes; errors are sticky: after one, every call returns 0, and `status` is checked once. Shapes are

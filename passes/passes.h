@@ -29,12 +29,21 @@ typedef struct egi_adapt_options {
   bool is_frozen;    /* graft adapters whose values never change: no gradient states are made */
 } egi_adapt_options;
 
+/* What a rule of a pass did: `n_tried` nodes could have been its pattern's root. */
+typedef struct egi_rule_report {
+  const char *rule;
+  uint32_t n_tried, n_matched;
+  const char *nearest_miss; /* node "x" (Op): why not; or NULL */
+} egi_rule_report;
+
 /* What a pass did: for `engraft rewrite --report`. */
 typedef struct egi_pass_report {
   const char *pass;
   uint32_t n_tried, n_matched;
-  const char *nearest_miss; /* "node x (Op): why not", or NULL */
+  const char *nearest_miss; /* node "x" (Op): why not; or NULL */
   double seconds;
+  const egi_rule_report *rules; /* of passes made of rules */
+  uint32_t n_rules;
 } egi_pass_report;
 
 typedef struct egi_pass_run {

@@ -1,0 +1,174 @@
+/* RMSNormalization and LayerNormalization out of the plain operators that exporters write for them, over the last axis.
+ * Precondition: inferred. The scale must be a vector along that axis, epsilon and the count constant numbers; a norm
+ * without a scale gets one of ones. Scales that Gemma writes as 1 + w stay that expression. Formulas: RMSNorm
+ * (arXiv:1910.07467), LayerNorm (arXiv:1607.06450), as in ONNX RMSNormalization-23 and LayerNormalization-17. */
+#include <math.h>
+
+#include "passes/rules.h"
+
+#define TWO "two = Constant <value_float = 2.0> () "
+#define ROOT "half = Constant <value_float = -0.5> () "
+/* r = 1 / root of (mean square of `x` + eps), the mean as such or as a sum times 1/count */
+#define MEAN(x) \
+  TWO ROOT "q = Pow (" x ", two) m = ReduceMean <keepdims = 1> (q, axes) a = Add (m, eps) r = Pow (a, half) "
+#define SUM(x, operation, number)                                                                      \
+  TWO ROOT "q = Pow (" x ", two) s = ReduceSum <keepdims = 1> (q, axes) m = " operation " (s, " number \
+           ") a = Add (m, eps) "                                                                       \
+           "r = Pow (a, half) "
+/* d = x - mean */
+#define CENTRED "mean = ReduceMean <keepdims = 1> (x, center) d = Sub (x, mean) "
+
+static const char *const rms_scaled[] = {
+    "(x, axes, eps, w) => (y) { " MEAN("x") "n = Mul (x, r) y = Mul (n, w) }",
+    "(x, axes, eps, w) => (y) { " MEAN("x") "n = Mul (r, w) y = Mul (x, n) }",
+    "(x, axes, eps, w) => (y) { " MEAN("x") "n = Mul (x, w) y = Mul (n, r) }",
+    "(x, axes, eps, w, count) => (y) { " SUM("x", "Div", "count") "n = Mul (x, r) y = Mul (n, w) }",
+    "(x, axes, eps, w, part) => (y) { " SUM("x", "Mul", "part") "n = Mul (x, r) y = Mul (n, w) }",
+};
+
+static const char *const rms_plain[] = {
+    "(x, axes, eps) => (y) { " MEAN("x") "y = Mul (x, r) }",
+    "(x, axes, eps, count) => (y) { " SUM("x", "Div", "count") "y = Mul (x, r) }",
+    "(x, axes, eps, part) => (y) { " SUM("x", "Mul", "part") "y = Mul (x, r) }",
+};
+
+static const char *const layer_biased[] = {
+    "(x, center, axes, eps, w, b) => (y) { " CENTRED MEAN("d") "n = Mul (d, r) p = Mul (n, w) y = Add (p, b) }",
+    "(x, center, axes, eps, w, b) => (y) { " CENTRED MEAN("d") "n = Mul (r, w) p = Mul (d, n) y = Add (p, b) }",
+    "(x, center, axes, eps, w, b) => (y) { " CENTRED MEAN("d") "n = Mul (d, w) p = Mul (n, r) y = Add (p, b) }",
+    /* x · s + (b - mean · s), as TensorFlow's converter writes it */
+    "(x, center, axes, eps, w, b) => (y) { " CENTRED MEAN(
+        "d") "n = Mul (r, w) p = Mul (x, n) o = Mul (mean, n) c = Sub (b, o) y = Add (p, c) }",
+};
+
+static const char *const layer_scaled[] = {
+    "(x, center, axes, eps, w) => (y) { " CENTRED MEAN("d") "n = Mul (d, r) y = Mul (n, w) }",
+    "(x, center, axes, eps, w) => (y) { " CENTRED MEAN("d") "n = Mul (r, w) y = Mul (d, n) }",
+    "(x, center, axes, eps, w) => (y) { " CENTRED MEAN("d") "n = Mul (d, w) y = Mul (n, r) }",
+};
+
+static const char *const layer_plain[] = {
+    "(x, center, axes, eps) => (y) { " CENTRED MEAN("d") "y = Mul (d, r) }",
+};
+
+/* ---- checks ---------------------------------------------------------------------------------------------------- */
+
+/* The axis, its length, epsilon and a count that belongs to it. */
+static bool check_core(egi_match *match, const char *squared) {
+  const egi_graph *graph = egi_match_graph(match);
+  double epsilon = 0.0, count = 0.0;
+  int64_t length = 0;
+  if (!egi_dtype_is_float(graph->values[egi_match_value(match, "x")].dtype))
+    return egi_match_refuse(match, "what is normalised is not of a floating type");
+  if (!egi_match_is_last_axis(match, "axes", squared))
+    return egi_match_refuse(match, "the mean is not over the last axis alone");
+  if (!egi_match_size(match, "x", 1, &length) || length < 1)
+    return egi_match_refuse(match, "the size of the last axis is not a number");
+  if (!egi_match_scalar(match, "eps", &epsilon)) return egi_match_refuse(match, "epsilon is not a constant number");
+  if (!(epsilon >= 0.0 && epsilon <= 1.0)) return egi_match_refuse(match, "epsilon is not between 0 and 1");
+  double wanted = egi_match_value(match, "part") != 0 ? 1.0 / (double)length : (double)length;
+  const char *name = egi_match_value(match, "part") != 0 ? "part" : "count";
+  if (egi_match_value(match, name) == 0) return true;
+  if (!egi_match_scalar(match, name, &count)) return egi_match_refuse(match, "the count is not a constant number");
+  return fabs(count - wanted) <= 1e-6 * wanted ||
+         egi_match_refuse(match, "the sum of squares is not divided by their number");
+}
+
+static bool check_center(egi_match *match) {
+  return egi_match_is_last_axis(match, "center", "x") ||
+         egi_match_refuse(match, "the mean that is taken off is not over the last axis alone");
+}
+
+/* [length], or that behind dims of 1, no deeper than x. */
+static bool is_vector(const egi_match *match, const char *name) {
+  const egi_graph *graph = egi_match_graph(match);
+  const egi_value *vector = &graph->values[egi_match_value(match, name)];
+  int rank = graph->values[egi_match_value(match, "x")].rank;
+  int64_t length = 0, size = 0;
+  if (vector->rank < 1 || vector->rank > rank || !egi_match_size(match, "x", 1, &length)) return false;
+  for (int i = 1; i <= vector->rank; i++)
+    if (!egi_match_size(match, name, i, &size) || size != (i == 1 ? length : 1)) return false;
+  return true;
+}
+
+/* ---- what the operators take ----------------------------------------------------------------------------------- */
+
+/* The vector as [length]. */
+static bool bind_vector(egi_match *match, const char *name, const char *bound) {
+  const int64_t all[1] = {-1};
+  egi_value_id vector = egi_match_source(match, name);
+  egi_emitter *emit = egi_match_emitter(match);
+  if (egi_match_graph(match)->values[vector].rank != 1)
+    vector = egi_emit_binary(emit, EGI_OP_Reshape, vector, egi_emit_integers(emit, all, 1));
+  return egi_match_bind(match, bound, vector);
+}
+
+/* A vector of ones. */
+static bool bind_ones(egi_match *match) {
+  egi_graph *graph = egi_match_graph(match);
+  egi_emitter *emit = egi_match_emitter(match);
+  int64_t length = 0;
+  egi_value_id ones = 0;
+  egi_match_size(match, "x", 1, &length);
+  float *data = EGI_NEW(&graph->module->arena, float, (size_t)length);
+  for (int64_t i = 0; data != NULL && i < length; i++) data[i] = 1.0f;
+  const egi_tensor tensor = {.data = data, .dtype = EG_DTYPE_F32, .rank = 1, .dims = {length}, .strides = {1}};
+  emit->status = data != NULL ? egi_add_constant(graph, "ones", &tensor, &ones) : EG_ERROR_MEMORY;
+  if (emit->status == EG_OK) ones = egi_emit_cast(emit, ones, graph->values[egi_match_value(match, "x")].dtype);
+  return egi_match_bind(match, "scale", ones);
+}
+
+static void set_epsilon(egi_match *match) {
+  double epsilon = 0.0;
+  egi_match_scalar(match, "eps", &epsilon);
+  const egi_attribute attribute = egi_attribute_float("epsilon", (float)epsilon);
+  egi_match_set(match, &attribute);
+}
+
+static bool finish(egi_match *match, const char *squared, bool is_centred, bool has_scale, bool has_bias) {
+  if (!check_core(match, squared) || (is_centred && !check_center(match))) return false;
+  if (has_scale && !is_vector(match, "w")) return egi_match_refuse(match, "the scale is no vector along the last axis");
+  if (has_bias && !is_vector(match, "b")) return egi_match_refuse(match, "the bias is no vector along the last axis");
+  set_epsilon(match);
+  if (has_bias) bind_vector(match, "b", "bias");
+  return has_scale ? bind_vector(match, "w", "scale") : bind_ones(match);
+}
+
+static bool check_rms_scaled(egi_match *match) {
+  return finish(match, "x", false, true, false);
+}
+
+static bool check_rms_plain(egi_match *match) {
+  return finish(match, "x", false, false, false);
+}
+
+static bool check_layer_biased(egi_match *match) {
+  return finish(match, "d", true, true, true);
+}
+
+static bool check_layer_scaled(egi_match *match) {
+  return finish(match, "d", true, true, false);
+}
+
+static bool check_layer_plain(egi_match *match) {
+  return finish(match, "d", true, false, false);
+}
+
+#define RMS "(x, scale) => (y) { y = RMSNormalization <axis = -1, epsilon: float = @epsilon> (x, scale) }"
+#define LAYER "(x, scale) => (y) { y = LayerNormalization <axis = -1, epsilon: float = @epsilon> (x, scale) }"
+#define LAYER_BIASED \
+  "(x, scale, bias) => (y) { y = LayerNormalization <axis = -1, epsilon: float = @epsilon> (x, scale, bias) }"
+
+/* Parts come after the whole: a LayerNorm holds an RMSNorm of what is centred. Two modules may normalise the same
+ * values with scales of their own: sharing is allowed. */
+static const egi_rule rules[] = {
+    {"layer_norm_with_bias", layer_biased, EGI_COUNT(layer_biased), LAYER_BIASED, check_layer_biased, true, NULL},
+    {"layer_norm", layer_scaled, EGI_COUNT(layer_scaled), LAYER, check_layer_scaled, true, NULL},
+    {"layer_norm_without_scale", layer_plain, EGI_COUNT(layer_plain), LAYER, check_layer_plain, true, NULL},
+    {"rms_norm", rms_scaled, EGI_COUNT(rms_scaled), RMS, check_rms_scaled, true, NULL},
+    {"rms_norm_without_scale", rms_plain, EGI_COUNT(rms_plain), RMS, check_rms_plain, true, NULL},
+};
+
+eg_status egi_pass_fuse_norm(egi_pass_run *run, egi_graph *graph) {
+  return egi_rules_run(run, graph, rules, EGI_COUNT(rules));
+}
