@@ -15,6 +15,7 @@ typedef struct runner {
   egi_rule_report *reports;
   unsigned best_depth; /* of the rule's misses */
   unsigned deepest;    /* of the pass's */
+  bool is_dirty;       /* nodes were added, used or not */
 } runner;
 
 /* ---- texts ----------------------------------------------------------------------------------------------------- */
@@ -149,28 +150,27 @@ static void remove_inside(runner *r) {
   }
 }
 
-/* Everything that the replacement may have taken stays. */
-static void pin_inputs(runner *r, const egi_graph *replacement) {
-  for (uint32_t i = 0; i < replacement->n_inputs; i++) {
-    egi_value_id value = egi_match_value(&r->match, replacement->values[replacement->inputs[i]].name);
-    for (unsigned k = 0; k < 2; k++) {
-      if (value != 0 && value < r->n_values) r->is_pinned[value] = true;
-      value = egi_before_casts(r->graph, value);
-    }
+/* What nodes from `first` on take stays: those that the check and the replacement added. */
+static void pin_inputs(runner *r, egi_node_id first) {
+  for (egi_node_id id = first; id < r->graph->n_nodes; id++) {
+    const egi_node *node = &r->graph->nodes[id];
+    for (unsigned i = 0; i < node->n_inputs; i++)
+      if (node->inputs[i] < r->n_values) r->is_pinned[node->inputs[i]] = true;
   }
 }
 
 /* ---- sweep ----------------------------------------------------------------------------------------------------- */
 
-static eg_status replace(runner *r, const egi_graph *replacement, egi_rule_report *report) {
+static eg_status replace(runner *r, const egi_graph *replacement, egi_node_id first_new, egi_rule_report *report) {
   bool is_done = false;
-  pin_inputs(r, replacement);
   EG_TRY(egi_match_replace(&r->match, replacement, &is_done));
-  r->run->has_changed = true; /* also when new nodes were left lying */
+  pin_inputs(r, first_new);
+  r->is_dirty = true;
   if (!is_done) {
     egi_match_refuse(&r->match, "the replacement has another shape");
     return note_miss(r, report);
   }
+  r->run->has_changed = true;
   remove_inside(r);
   report->n_matched++;
   return EG_OK;
@@ -180,6 +180,7 @@ static eg_status replace(runner *r, const egi_graph *replacement, egi_rule_repor
 static eg_status visit(runner *r, const egi_rule *rule, egi_graph *const *patterns, const egi_graph *replacement,
                        egi_node_id root, egi_rule_report *report) {
   egi_match *match = &r->match;
+  egi_node_id first_new = r->graph->n_nodes;
   bool is_candidate = false;
   match->miss = (egi_miss){0};
   match->emit = (egi_emitter){.graph = r->graph, .scope = r->graph->nodes[root].scope};
@@ -192,7 +193,7 @@ static eg_status visit(runner *r, const egi_rule *rule, egi_graph *const *patter
     EG_TRY(match->emit.status);
     if (!is_match) continue;
     report->n_tried++;
-    return replace(r, replacement, report);
+    return replace(r, replacement, first_new, report);
   }
   report->n_tried += is_candidate;
   return is_candidate ? note_miss(r, report) : EG_OK;
@@ -224,6 +225,19 @@ static void sum_up(runner *r, const egi_rule_report *rule) {
   r->deepest = r->best_depth;
 }
 
+/* New layout nodes and constants may repeat others, or undo them. */
+static eg_status clean_up(runner *r) {
+  static const egi_pass_function passes[] = {egi_pass_eliminate_identity, egi_pass_eliminate_common,
+                                             egi_pass_eliminate_dead};
+  for (size_t i = 0; i < EGI_COUNT(passes); i++) {
+    egi_pass_report unused = {0};
+    egi_pass_run clean = {.ctx = r->run->ctx, .report = &unused};
+    EG_TRY(egi_graph_tidy(r->graph));
+    EG_TRY(passes[i](&clean, r->graph));
+  }
+  return EG_OK;
+}
+
 static eg_status run_rules(runner *r, const egi_rule *rules, size_t n_rules) {
   r->reports = EGI_NEW(&r->graph->module->arena, egi_rule_report, n_rules);
   if (r->reports == NULL) return EG_ERROR_MEMORY;
@@ -234,10 +248,7 @@ static eg_status run_rules(runner *r, const egi_rule *rules, size_t n_rules) {
   }
   r->run->report->rules = r->reports;
   r->run->report->n_rules = (uint32_t)n_rules;
-  if (!r->run->has_changed) return EG_OK;
-  egi_pass_report unused = {0};
-  egi_pass_run clean = {.ctx = r->run->ctx, .report = &unused};
-  return egi_pass_eliminate_dead(&clean, r->graph);
+  return r->is_dirty ? clean_up(r) : EG_OK;
 }
 
 eg_status egi_rules_run(egi_pass_run *run, egi_graph *graph, const egi_rule *rules, size_t n_rules) {

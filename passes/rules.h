@@ -27,16 +27,16 @@ typedef struct egi_rule {
   const char *replacement;
   bool (*check)(egi_match *match); /* NULL: always; false: egi_match_refuse() has said why */
   bool can_share;                  /* values inside that others use stay; the replacement computes them again */
-  const void *userdata;
+  void *userdata;
 } egi_rule;
 
-/* Rules in order, one sweep each; dead nodes go. Fills the report's rules. */
+/* Rules in order, one sweep each; what they leave dead or repeated goes. Fills the report's rules. */
 eg_status egi_rules_run(egi_pass_run *run, egi_graph *graph, const egi_rule *rules, size_t n_rules);
 
 /* ---- for checks ----------------------------------------------------------------------------------------------- */
 
 egi_graph *egi_match_graph(const egi_match *match);
-const void *egi_match_userdata(const egi_match *match);
+void *egi_match_userdata(const egi_match *match);
 /* Which alternative it is. */
 size_t egi_match_pattern(const egi_match *match);
 /* What an input or value of the pattern stands for; 0: the alternative has none of that name. */

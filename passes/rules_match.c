@@ -171,16 +171,28 @@ typedef struct default_value {
 } default_value;
 
 static const default_value defaults[] = {
-    {EGI_OP_Gather, "axis", NULL, 0},        {EGI_OP_GatherElements, "axis", NULL, 0},
-    {EGI_OP_Split, "axis", NULL, 0},         {EGI_OP_ArgMax, "axis", NULL, 0},
-    {EGI_OP_ArgMin, "axis", NULL, 0},        {EGI_OP_Flatten, "axis", NULL, 1},
-    {EGI_OP_NONE, "axis", NULL, -1},         {EGI_OP_NONE, "keepdims", NULL, 1},
-    {EGI_OP_NONE, "transA", NULL, 0},        {EGI_OP_NONE, "transB", NULL, 0},
-    {EGI_OP_NONE, "alpha", NULL, 1},         {EGI_OP_NONE, "beta", NULL, 1},
-    {EGI_OP_NONE, "approximate", "none", 0}, {EGI_OP_NONE, "noop_with_empty_axes", NULL, 0},
-    {EGI_OP_NONE, "interleaved", NULL, 0},   {EGI_OP_NONE, "batch_dims", NULL, 0},
-    {EGI_OP_NONE, "stash_type", NULL, 1},    {EGI_OP_NONE, "is_causal", NULL, 0},
-    {EGI_OP_NONE, "epsilon", NULL, 1e-5},    {EGI_OP_NONE, "softcap", NULL, 0},
+    {EGI_OP_Gather, "axis", NULL, 0},
+    {EGI_OP_GatherElements, "axis", NULL, 0},
+    {EGI_OP_Split, "axis", NULL, 0},
+    {EGI_OP_ArgMax, "axis", NULL, 0},
+    {EGI_OP_ArgMin, "axis", NULL, 0},
+    {EGI_OP_Flatten, "axis", NULL, 1},
+    {EGI_OP_NONE, "axis", NULL, -1},
+    {EGI_OP_NONE, "keepdims", NULL, 1},
+    {EGI_OP_NONE, "transA", NULL, 0},
+    {EGI_OP_NONE, "transB", NULL, 0},
+    {EGI_OP_NONE, "alpha", NULL, 1},
+    {EGI_OP_NONE, "beta", NULL, 1},
+    {EGI_OP_NONE, "approximate", "none", 0},
+    {EGI_OP_NONE, "noop_with_empty_axes", NULL, 0},
+    {EGI_OP_NONE, "interleaved", NULL, 0},
+    {EGI_OP_NONE, "batch_dims", NULL, 0},
+    {EGI_OP_NONE, "stash_type", NULL, 1},
+    {EGI_OP_NONE, "is_causal", NULL, 0},
+    {EGI_OP_NONE, "epsilon", NULL, 1e-5},
+    {EGI_OP_NONE, "softcap", NULL, 0},
+    {EGI_OP_NONE, "rotary_embedding_dim", NULL, 0},
+    {EGI_OP_NONE, "num_heads", NULL, 0},
 };
 
 static const default_value *default_of(egi_op op, const char *name) {

@@ -9,7 +9,7 @@ egi_graph *egi_match_graph(const egi_match *match) {
   return match->graph;
 }
 
-const void *egi_match_userdata(const egi_match *match) {
+void *egi_match_userdata(const egi_match *match) {
   return match->rule->userdata;
 }
 

@@ -1,6 +1,6 @@
-/* Matrix products, norms, softmax and attention over float16 and bfloat16 are computed in float32 and rounded once, for
- * runs that keep the types of the file: Casts stand before and after each such node. Precondition: inferred.
- * Idempotent: afterwards no such node takes a narrow type. */
+/* Matrix products, norms, rotations, softmax and attention over float16 and bfloat16 are computed in float32 and
+ * rounded once, for runs that keep the types of the file: Casts stand before and after each such node. Precondition:
+ * inferred. Idempotent: afterwards no such node takes a narrow type. */
 #include <string.h>
 
 #include "passes/passes.h"
@@ -15,6 +15,7 @@ static bool is_narrow_product(const egi_graph *graph, const egi_node *node) {
   case EGI_OP_Gemm:
   case EGI_OP_LayerNormalization:
   case EGI_OP_RMSNormalization:
+  case EGI_OP_RotaryEmbedding:
   case EGI_OP_Softmax:
   case EGI_OP_LogSoftmax:
   case EGI_OP_Attention:
