@@ -1,5 +1,6 @@
 /* Gradient rules of matrix products. For y = a·b: da = dy·bᵀ, db = aᵀ·dy; transposes are views. A matrix b that meets a
  * batch of rows gets its gradient from one product over all rows. */
+#include "graph/linear.h"
 #include "passes/passes.h"
 
 static egi_value_id product(egi_gradient *gradient, egi_value_id a, egi_value_id b) {
@@ -112,5 +113,39 @@ eg_status egi_gradient_gemm(egi_gradient *gradient) {
   if (!egi_gradient_wants(gradient, 2)) return EG_OK;
   egi_gradient_set(gradient, 2, dy);
   gradient->in_gradients[2] = egi_gradient_scaled(gradient, gradient->in_gradients[2], beta);
+  return EG_OK;
+}
+
+/* ---- Linear ----------------------------------------------------------------------------------------------------- */
+
+/* dX = dY·W; a stored matrix is read as it lies, its transpose needs none made. */
+static egi_value_id linear_input_gradient(egi_gradient *gradient) {
+  const egi_node *node = &gradient->graph->nodes[gradient->node];
+  egi_value_id dy = gradient->out_gradients[0], results[1];
+  if (egi_linear_storage_of(node) == EGI_LINEAR_PLAIN)
+    return product(gradient, dy, egi_gradient_input(gradient, EGI_LINEAR_WEIGHT));
+  egi_value_id inputs[EGI_LINEAR_INPUTS];
+  for (unsigned i = 0; i < EGI_LINEAR_INPUTS; i++) inputs[i] = egi_gradient_input(gradient, i);
+  inputs[EGI_LINEAR_X] = dy;
+  inputs[EGI_LINEAR_BIAS] = 0;
+  egi_gradient_emit(gradient, EGI_OP_LinearGrad, inputs, node->n_inputs, results, 1);
+  return results[0];
+}
+
+/* y = x·Wᵀ + b: dX = dY·W, dW = dYᵀ·x, written as (xᵀ·dY)ᵀ for a W that is itself a transpose, db = the sum of dY. */
+eg_status egi_gradient_linear(egi_gradient *gradient) {
+  egi_value_id x = egi_gradient_input(gradient, EGI_LINEAR_X), dy = gradient->out_gradients[0];
+  egi_value_id weight = egi_gradient_input(gradient, EGI_LINEAR_WEIGHT);
+  if (egi_gradient_wants(gradient, EGI_LINEAR_X))
+    egi_gradient_set(gradient, EGI_LINEAR_X, linear_input_gradient(gradient));
+  if (egi_gradient_wants(gradient, EGI_LINEAR_BIAS)) egi_gradient_set(gradient, EGI_LINEAR_BIAS, dy);
+  if (!egi_gradient_wants(gradient, EGI_LINEAR_WEIGHT)) return EG_OK;
+  EG_TRY(egi_gradient_require(gradient, !egi_linear_is_quantised(&gradient->graph->nodes[gradient->node]),
+                              "a quantised weight is frozen"));
+  bool is_turned = gradient->emit->status == EG_OK && is_transpose(gradient->graph, weight);
+  egi_value_id rows = flattened(gradient, x), up = flattened(gradient, dy);
+  egi_value_id dw = is_turned ? product(gradient, egi_gradient_swapped(gradient, rows), up)
+                              : product(gradient, egi_gradient_swapped(gradient, up), rows);
+  egi_gradient_set(gradient, EGI_LINEAR_WEIGHT, is_turned ? egi_gradient_swapped(gradient, dw) : dw);
   return EG_OK;
 }

@@ -34,6 +34,26 @@ eg_status egi_lower_dynamic_quantize(egi_lowering *lowering);
 eg_status egi_lower_tensor_scatter(egi_lowering *lowering);
 eg_status egi_lower_causal_convolution(egi_lowering *lowering);
 
+/* lower_norms.c */
+eg_status egi_lower_rms_normalization(egi_lowering *lowering);
+eg_status egi_lower_skip_rms_normalization(egi_lowering *lowering);
+eg_status egi_lower_skip_layer_normalization(egi_lowering *lowering);
+eg_status egi_lower_gelu(egi_lowering *lowering);
+eg_status egi_lower_fast_gelu(egi_lowering *lowering);
+eg_status egi_lower_bias_gelu(egi_lowering *lowering);
+eg_status egi_lower_quick_gelu(egi_lowering *lowering);
+eg_status egi_lower_bias_split_gelu(egi_lowering *lowering);
+eg_status egi_lower_fused_matmul(egi_lowering *lowering);
+/* lower_quantised.c */
+eg_status egi_lower_matmul_nbits(egi_lowering *lowering);
+eg_status egi_lower_matmul_bnb4(egi_lowering *lowering);
+eg_status egi_lower_gather_block_quantized(egi_lowering *lowering);
+/* lower_rotary.c, lower_attention.c, lower_multi_head.c */
+eg_status egi_lower_rotary_embedding(egi_lowering *lowering);
+eg_status egi_lower_group_query_attention(egi_lowering *lowering);
+eg_status egi_lower_multi_head_attention(egi_lowering *lowering);
+eg_status egi_lower_merged_attention(egi_lowering *lowering);
+
 /* lower_sequences.c */
 eg_status egi_lower_sequences(egi_pass_run *run, egi_graph *graph);
 

@@ -1,21 +1,42 @@
-/* Operators that are shorter said by others become those: the losses, Einsum and a few of language models have no rows
- * in ops.def, so their kernels and gradients are those of plain operators. Runs when a model is loaded, before unknown
- * operators are refused; infers types on the way. Ends because rules emit operators of ops.def only. */
+/* Operators that are shorter said by others become those: the losses, Einsum, a few of language models and those of
+ * com.microsoft have no rows in ops.def, so their kernels and gradients are those of the operators that they become.
+ * Runs when a model is loaded, before unknown operators are refused; infers types on the way. Ends because rules emit
+ * operators of ops.def only. */
 #include <string.h>
 
 #include "passes/lower.h"
 
+/* Domains in which a rule's operator is met. */
+enum { STANDARD = 1, MICROSOFT = 2 };
+
 static const struct {
   const char *name;
+  unsigned domains;
   uint16_t in_min, in_max, out_max;
   egi_lowering_rule rule;
 } rules[] = {
-    {"SoftmaxCrossEntropyLoss", 2, 3, 2, egi_lower_cross_entropy},
-    {"NegativeLogLikelihoodLoss", 2, 3, 1, egi_lower_log_likelihood},
-    {"Einsum", 1, UINT16_MAX, 1, egi_lower_einsum},
-    {"DynamicQuantizeLinear", 1, 1, 3, egi_lower_dynamic_quantize},
-    {"TensorScatter", 2, 3, 1, egi_lower_tensor_scatter},
-    {"CausalConvWithState", 2, 4, 2, egi_lower_causal_convolution},
+    {"SoftmaxCrossEntropyLoss", STANDARD, 2, 3, 2, egi_lower_cross_entropy},
+    {"NegativeLogLikelihoodLoss", STANDARD, 2, 3, 1, egi_lower_log_likelihood},
+    {"Einsum", STANDARD, 1, UINT16_MAX, 1, egi_lower_einsum},
+    {"DynamicQuantizeLinear", STANDARD, 1, 1, 3, egi_lower_dynamic_quantize},
+    {"TensorScatter", STANDARD, 2, 3, 1, egi_lower_tensor_scatter},
+    {"CausalConvWithState", STANDARD, 2, 4, 2, egi_lower_causal_convolution},
+    {"SimplifiedLayerNormalization", STANDARD | MICROSOFT, 2, 2, 2, egi_lower_rms_normalization},
+    {"SkipSimplifiedLayerNormalization", MICROSOFT, 3, 4, 4, egi_lower_skip_rms_normalization},
+    {"SkipLayerNormalization", MICROSOFT, 3, 5, 4, egi_lower_skip_layer_normalization},
+    {"Gelu", MICROSOFT, 1, 1, 1, egi_lower_gelu},
+    {"FastGelu", MICROSOFT, 1, 2, 1, egi_lower_fast_gelu},
+    {"BiasGelu", MICROSOFT, 2, 2, 1, egi_lower_bias_gelu},
+    {"QuickGelu", MICROSOFT, 1, 1, 1, egi_lower_quick_gelu},
+    {"BiasSplitGelu", MICROSOFT, 2, 2, 1, egi_lower_bias_split_gelu},
+    {"FusedMatMul", MICROSOFT, 2, 2, 1, egi_lower_fused_matmul},
+    {"MatMulNBits", MICROSOFT, 3, 6, 1, egi_lower_matmul_nbits},
+    {"MatMulBnb4", MICROSOFT, 3, 3, 1, egi_lower_matmul_bnb4},
+    {"GatherBlockQuantized", MICROSOFT, 3, 4, 1, egi_lower_gather_block_quantized},
+    {"RotaryEmbedding", MICROSOFT, 4, 4, 1, egi_lower_rotary_embedding},
+    {"GroupQueryAttention", MICROSOFT, 1, 16, 4, egi_lower_group_query_attention},
+    {"MultiHeadAttention", MICROSOFT, 1, 10, 4, egi_lower_multi_head_attention},
+    {"Attention", MICROSOFT, 2, 7, 2, egi_lower_merged_attention},
 };
 
 /* ---- help for rules ------------------------------------------------------------------------------------------- */
@@ -65,9 +86,10 @@ egi_value_id egi_emit_sizes(egi_emitter *emit, egi_value_id a, int start, int en
 
 /* Index + 1, or 0. */
 static size_t find_rule(const egi_node *node) {
-  if (node->op != EGI_OP_UNKNOWN || node->domain == NULL || node->domain[0] != '\0') return 0;
-  for (size_t i = 0; i < EGI_COUNT(rules); i++)
-    if (strcmp(rules[i].name, node->op_name) == 0) return i + 1;
+  if (node->op != EGI_OP_UNKNOWN || node->domain == NULL) return 0;
+  unsigned domain = node->domain[0] == '\0' ? STANDARD : strcmp(node->domain, "com.microsoft") == 0 ? MICROSOFT : 0;
+  for (size_t i = 0; i < EGI_COUNT(rules) && domain != 0; i++)
+    if ((rules[i].domains & domain) != 0 && strcmp(rules[i].name, node->op_name) == 0) return i + 1;
   return 0;
 }
 
@@ -94,6 +116,8 @@ static eg_status put_results(egi_lowering *lowering) {
     egi_value_id output = lowering->node->outputs[i];
     egi_node_id id;
     if (output == 0) continue;
+    if (lowering->results[i] == 0)
+      return egi_lowering_fail(lowering, EG_ERROR_UNSUPPORTED, "one of its further outputs is used");
     egi_node identity = {.op = EGI_OP_Identity, .name = lowering->node->name, .scope = lowering->node->scope};
     identity.inputs = &lowering->results[i];
     identity.outputs = &output;

@@ -16,6 +16,7 @@ static bool is_narrow_product(const egi_graph *graph, const egi_node *node) {
   case EGI_OP_LayerNormalization:
   case EGI_OP_RMSNormalization:
   case EGI_OP_RotaryEmbedding:
+  case EGI_OP_Linear:
   case EGI_OP_Softmax:
   case EGI_OP_LogSoftmax:
   case EGI_OP_Attention:

@@ -1,9 +1,7 @@
 /* MatMul, Gemm and AddMatMul: C = beta·addend + alpha·A·B over broadcast batch dims, in tiles over the pool. Batch dims
  * that A and C carry and B does not are folded into the rows. Tiles depend on sizes alone, each is one product of
  * gemm.c (accumulation in C's type), so results do not depend on the number of threads. */
-#include "backend/cpu/cpu.h"
-
-enum { OPERAND_A, OPERAND_B, OPERAND_C, OPERAND_ADDEND, OPERAND_COUNT };
+#include "backend/cpu/matmul.h"
 
 /* One operand: index of its tensor in the call (-1: none), strides of the matrix and of the batch dims. */
 typedef struct operand {
@@ -18,18 +16,11 @@ typedef struct matmul_params {
   int64_t m, n, k, n_batches;
   int batch_rank;
   int64_t batch_dims[EGI_MAX_RANK];
-  operand operands[OPERAND_COUNT];
+  operand operands[EGI_OPERAND_COUNT];
   double alpha, beta;
   int64_t tile_m, tile_n, tiles_m, tiles_n;
   size_t scratch_bytes; /* of one worker */
 } matmul_params;
-
-/* What the three operators differ in. */
-typedef struct matmul_spec {
-  int tensors[OPERAND_COUNT]; /* indices of inputs; OPERAND_C: output 0 */
-  bool transpose_a, transpose_b;
-  double alpha, beta;
-} matmul_spec;
 
 /* ---- prepare ---------------------------------------------------------------------------------------------------- */
 
@@ -38,7 +29,7 @@ static bool is_narrow(eg_dtype dtype) {
 }
 
 static bool takes_types(const matmul_params *p) {
-  eg_dtype out = p->operands[OPERAND_C].dtype;
+  eg_dtype out = p->operands[EGI_OPERAND_C].dtype;
   switch (out) {
   case EG_DTYPE_F32:
   case EG_DTYPE_F64:
@@ -52,10 +43,10 @@ static bool takes_types(const matmul_params *p) {
   default:
     return false;
   }
-  for (int i = 0; i < OPERAND_COUNT; i++) {
+  for (int i = 0; i < EGI_OPERAND_COUNT; i++) {
     eg_dtype dtype = p->operands[i].dtype;
     if (p->operands[i].tensor < 0 || dtype == out) continue;
-    if (!(out == EG_DTYPE_F32 && i != OPERAND_C && is_narrow(dtype))) return false;
+    if (!(out == EG_DTYPE_F32 && i != EGI_OPERAND_C && is_narrow(dtype))) return false;
   }
   return true;
 }
@@ -78,7 +69,7 @@ static bool set_factor(matmul_params *p, int which, const egi_tensor *tensor, bo
   if (rank == 0) return false;
   int64_t last = tensor->dims[rank - 1], last_stride = tensor->strides[rank - 1];
   if (rank == 1) {
-    bool is_row = which == OPERAND_A;
+    bool is_row = which == EGI_OPERAND_A;
     size[0] = is_row ? 1 : last;
     size[1] = is_row ? last : 1;
     factor->row_stride = is_row ? last : last_stride;
@@ -94,7 +85,7 @@ static bool set_factor(matmul_params *p, int which, const egi_tensor *tensor, bo
 
 /* The result: its batch dims come first, then m unless A is a vector, n unless B is one. */
 static bool set_result(matmul_params *p, const egi_tensor *out, bool has_rows, bool has_columns) {
-  operand *result = &p->operands[OPERAND_C];
+  operand *result = &p->operands[EGI_OPERAND_C];
   p->batch_rank = out->rank - has_rows - has_columns;
   if (p->batch_rank < 0) return false;
   p->n_batches = 1;
@@ -115,7 +106,7 @@ static bool set_result(matmul_params *p, const egi_tensor *out, bool has_rows, b
 /* The addend is broadcast to the whole result. */
 static bool set_addend(matmul_params *p, const egi_tensor *addend, const egi_tensor *out, bool has_rows,
                        bool has_columns) {
-  operand *term = &p->operands[OPERAND_ADDEND];
+  operand *term = &p->operands[EGI_OPERAND_ADDEND];
   int64_t strides[EGI_MAX_RANK];
   if (addend->rank > out->rank) return false;
   for (int i = 0; i < out->rank; i++) {
@@ -135,16 +126,16 @@ static void fold_batches(matmul_params *p) {
   while (p->batch_rank > 0) {
     int last = p->batch_rank - 1;
     int64_t size = p->batch_dims[last];
-    bool is_even = p->operands[OPERAND_B].batch_strides[last] == 0 || size == 1;
-    for (int i = 0; i < OPERAND_COUNT && is_even; i++) {
+    bool is_even = p->operands[EGI_OPERAND_B].batch_strides[last] == 0 || size == 1;
+    for (int i = 0; i < EGI_OPERAND_COUNT && is_even; i++) {
       const operand *o = &p->operands[i];
-      if (i == OPERAND_B || o->tensor < 0 || size == 1 || p->m == 1) continue;
+      if (i == EGI_OPERAND_B || o->tensor < 0 || size == 1 || p->m == 1) continue;
       is_even = o->batch_strides[last] == p->m * o->row_stride;
     }
     if (!is_even) return;
-    for (int i = 0; i < OPERAND_COUNT; i++) {
+    for (int i = 0; i < EGI_OPERAND_COUNT; i++) {
       operand *o = &p->operands[i];
-      if (i != OPERAND_B && p->m == 1 && size != 1) o->row_stride = o->batch_strides[last];
+      if (i != EGI_OPERAND_B && p->m == 1 && size != 1) o->row_stride = o->batch_strides[last];
     }
     p->m *= size;
     p->n_batches = size > 0 ? p->n_batches / size : 0;
@@ -191,29 +182,29 @@ static eg_status fail_shapes(const egi_kernel_plan *plan) {
   return egi_fail_node(plan->graph, plan->node, EG_ERROR_SHAPE, "shapes of the factors do not fit each other");
 }
 
-static eg_status prepare(egi_kernel_plan *plan, const matmul_spec *spec) {
+eg_status egi_matmul_prepare(egi_kernel_plan *plan, const egi_matmul_spec *spec) {
   matmul_params *p = EGI_NEW(plan->arena, matmul_params, 1);
   if (!p) return EG_ERROR_MEMORY;
-  const egi_tensor *a = &plan->inputs[spec->tensors[OPERAND_A]], *b = &plan->inputs[spec->tensors[OPERAND_B]];
+  const egi_tensor *a = &plan->inputs[spec->tensors[EGI_OPERAND_A]], *b = &plan->inputs[spec->tensors[EGI_OPERAND_B]];
   const egi_tensor *out = &plan->outputs[0];
   p->isa = egi_cpu_isa();
   p->alpha = spec->alpha;
   p->beta = spec->beta;
-  for (int i = 0; i < OPERAND_COUNT; i++) {
+  for (int i = 0; i < EGI_OPERAND_COUNT; i++) {
     operand *o = &p->operands[i];
     o->tensor = spec->tensors[i];
-    if (o->tensor >= 0) o->dtype = i == OPERAND_C ? out->dtype : plan->inputs[o->tensor].dtype;
+    if (o->tensor >= 0) o->dtype = i == EGI_OPERAND_C ? out->dtype : plan->inputs[o->tensor].dtype;
   }
   if (!takes_types(p)) return egi_fail_types(plan);
   bool has_rows = a->rank > 1, has_columns = b->rank > 1;
   int64_t size_a[2], size_b[2];
-  if (!set_result(p, out, has_rows, has_columns) || !set_factor(p, OPERAND_A, a, spec->transpose_a, size_a) ||
-      !set_factor(p, OPERAND_B, b, spec->transpose_b, size_b) || size_a[0] != p->m || size_b[1] != p->n ||
+  if (!set_result(p, out, has_rows, has_columns) || !set_factor(p, EGI_OPERAND_A, a, spec->transpose_a, size_a) ||
+      !set_factor(p, EGI_OPERAND_B, b, spec->transpose_b, size_b) || size_a[0] != p->m || size_b[1] != p->n ||
       size_a[1] != size_b[0])
     return fail_shapes(plan);
   p->k = size_a[1];
-  if (spec->tensors[OPERAND_ADDEND] >= 0 &&
-      !set_addend(p, &plan->inputs[spec->tensors[OPERAND_ADDEND]], out, has_rows, has_columns))
+  if (spec->tensors[EGI_OPERAND_ADDEND] >= 0 &&
+      !set_addend(p, &plan->inputs[spec->tensors[EGI_OPERAND_ADDEND]], out, has_rows, has_columns))
     return fail_shapes(plan);
   fold_batches(p);
   choose_tiles(p);
@@ -226,27 +217,27 @@ static eg_status prepare(egi_kernel_plan *plan, const matmul_spec *spec) {
 }
 
 eg_status egi_cpu_prepare_matmul(egi_kernel_plan *plan) {
-  return prepare(plan, &(const matmul_spec){{0, 1, 0, -1}, false, false, 1.0, 0.0});
+  return egi_matmul_prepare(plan, &(const egi_matmul_spec){{0, 1, 0, -1}, false, false, 1.0, 0.0});
 }
 
 eg_status egi_cpu_prepare_gemm(egi_kernel_plan *plan) {
   const egi_node *node = egi_plan_node(plan);
-  matmul_spec spec = {{0, 1, 0, -1}, false, false, 1.0, 0.0};
+  egi_matmul_spec spec = {{0, 1, 0, -1}, false, false, 1.0, 0.0};
   spec.transpose_a = egi_node_int(node, "transA", 0) != 0;
   spec.transpose_b = egi_node_int(node, "transB", 0) != 0;
   spec.alpha = (double)egi_node_float(node, "alpha", 1.0f);
   if (plan->inputs[0].rank != 2 || plan->inputs[1].rank != 2) return fail_shapes(plan);
   if (egi_plan_has_input(plan, 2)) {
-    spec.tensors[OPERAND_ADDEND] = 2;
+    spec.tensors[EGI_OPERAND_ADDEND] = 2;
     spec.beta = (double)egi_node_float(node, "beta", 1.0f);
   }
-  return prepare(plan, &spec);
+  return egi_matmul_prepare(plan, &spec);
 }
 
 eg_status egi_cpu_prepare_add_matmul(egi_kernel_plan *plan) {
-  matmul_spec spec = {{1, 2, 0, 0}, false, false, 1.0, 1.0};
+  egi_matmul_spec spec = {{1, 2, 0, 0}, false, false, 1.0, 1.0};
   spec.alpha = (double)egi_node_float(egi_plan_node(plan), "alpha", 1.0f);
-  return prepare(plan, &spec);
+  return egi_matmul_prepare(plan, &spec);
 }
 
 /* ---- run -------------------------------------------------------------------------------------------------------- */
@@ -258,7 +249,7 @@ typedef struct matmul_run {
 
 static egi_matrix operand_matrix(const matmul_run *run, int which, const int64_t *batch_index) {
   const operand *o = &run->params->operands[which];
-  const egi_tensor *tensor = which == OPERAND_C ? &run->call->outputs[0] : &run->call->inputs[o->tensor];
+  const egi_tensor *tensor = which == EGI_OPERAND_C ? &run->call->outputs[0] : &run->call->inputs[o->tensor];
   int64_t offset = 0;
   for (int i = 0; i < run->params->batch_rank; i++) offset += batch_index[i] * o->batch_strides[i];
   return (egi_matrix){(char *)tensor->data + offset * (int64_t)egi_element_bytes(o->dtype), o->dtype, o->row_stride,
@@ -299,13 +290,13 @@ static void run_tile(void *argument, size_t index, size_t worker) {
     batch_index[i] = rest % p->batch_dims[i];
     rest /= p->batch_dims[i];
   }
-  egi_matrix a = operand_matrix(run, OPERAND_A, batch_index), b = operand_matrix(run, OPERAND_B, batch_index);
-  egi_matrix c = operand_matrix(run, OPERAND_C, batch_index);
+  egi_matrix a = operand_matrix(run, EGI_OPERAND_A, batch_index), b = operand_matrix(run, EGI_OPERAND_B, batch_index);
+  egi_matrix c = operand_matrix(run, EGI_OPERAND_C, batch_index);
   egi_product product = {
       smaller(p->tile_m, p->m - row), smaller(p->tile_n, p->n - column), p->k,     egi_matrix_part(&a, row, 0),
       egi_matrix_part(&b, 0, column), egi_matrix_part(&c, row, column),  p->alpha, p->beta};
-  if (p->operands[OPERAND_ADDEND].tensor >= 0 && p->beta != 0) {
-    egi_matrix addend = operand_matrix(run, OPERAND_ADDEND, batch_index);
+  if (p->operands[EGI_OPERAND_ADDEND].tensor >= 0 && p->beta != 0) {
+    egi_matrix addend = operand_matrix(run, EGI_OPERAND_ADDEND, batch_index);
     addend = egi_matrix_part(&addend, row, column);
     if (addend.data != product.c.data) copy_addend(p->isa, &addend, &product.c, product.m, product.n);
   }

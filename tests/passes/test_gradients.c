@@ -159,6 +159,38 @@ static const gradient_case cases[] = {
     {"(double[2,3,2] c, double[2,3,4] a, double[2,4] b) => (double[2,3,2] y)\n"
      "{ t = Transpose (b)  y = engraft.AddMatMul <alpha = 2.0> (c, a, t) }",
      -2, 2, 0, 0, NULL},
+    {"(double[2,3,4] x, double[5,4] w, double[5] b) => (double[2,3,5] y) { y = engraft.Linear (x, w, b) }", -2, 2, 0, 0,
+     NULL},
+    {"(double[4] x, double[4,5] w) => (double[5] y) { t = Transpose (w)  y = engraft.Linear (x, t) }", -2, 2, 0, 0,
+     NULL},
+#define QUANTISED(weights, attributes, inputs)                            \
+  "(double[3,3] x) => (float[3,2] y) <" weights ", float[2] c = {1, 2}> " \
+  "{ a = Cast <to = 1> (x)  y = engraft.Linear <" attributes "> (a, w, c, " inputs ") }"
+#define SIZES "out_features = 2, in_features = 3"
+    {QUANTISED("uint8[2,2,1] w = {35,78,91,196}, float[2,2] s = {0.5,-0.25,1,0.75}, uint8[2,1] z = {53,9}",
+               "storage = \"nbits\", bits = 4, block_size = 2, " SIZES, "s, z"),
+     -2, 2, 1e-2, 1e-4, NULL},
+    {QUANTISED("uint8[2,2,1] w = {228,27,200,77}, float[4] s = {0.5,-0.25,1,0.75}, float[2,2] z = {1,1.5,0,3}, "
+               "int32[3] g = {1,0,1}",
+               "storage = \"nbits\", bits = 4, block_size = 2, " SIZES, "s, z, g"),
+     -2, 2, 1e-2, 1e-4, NULL},
+    {QUANTISED("uint8[2,1,1] w = {228,27}, float[2,1] s = {0.5,-0.25}",
+               "storage = \"nbits\", bits = 2, block_size = 4, " SIZES, "s"),
+     -2, 2, 1e-2, 1e-4, NULL},
+    {QUANTISED("uint8[2,1,4] w = {228,27,200,77,0,255,128,127}, float16[2,1] s = {14336,46080}",
+               "storage = \"nbits\", bits = 8, block_size = 4, " SIZES, "s"),
+     -2, 2, 1e-2, 1e-4, NULL},
+    {QUANTISED("uint8[3] w = {228,27,200}, float[2] s = {0.5,0.25}", "storage = \"bnb4\", block_size = 4, " SIZES, "s"),
+     -2, 2, 1e-2, 1e-4, NULL},
+    {QUANTISED("uint8[3] w = {18,52,248}, float[2] s = {0.5,0.25}",
+               "storage = \"bnb4\", quant_type = 0, block_size = 4, " SIZES, "s"),
+     -2, 2, 1e-2, 1e-4, NULL},
+    {QUANTISED("int4[2,3] w = {1,-2,3,-4,5,-8}, float[2,2] s = {0.5,0.25,1,2}, int4[2,2] z = {1,-1,0,2}",
+               "storage = \"blocked\", axis = 1, block_size = 2", "s, z"),
+     -2, 2, 1e-2, 1e-4, NULL},
+    {QUANTISED("uint4[3,2] w = {1,2,3,4,15,8}, float[2,2] s = {0.5,0.25,1,2}",
+               "storage = \"blocked\", axis = 0, block_size = 2, transposed = 1", "s"),
+     -2, 2, 1e-2, 1e-4, NULL},
     /* language models */
     {"(double[2,5] x) => (double[2,5] y) { y = Softmax (x) }", -2, 2, 0, 0, NULL},
     {"(double[2,5,2] x) => (double[2,5,2] y) { y = Softmax <axis = 1> (x) }", -2, 2, 0, 0, NULL},

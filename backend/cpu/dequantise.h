@@ -1,0 +1,43 @@
+/* Quantised matrices as they lie in files, and their rows in float32. Called by the kernels that multiply with them. */
+#ifndef ENGRAFT_BACKEND_CPU_DEQUANTISE_H
+#define ENGRAFT_BACKEND_CPU_DEQUANTISE_H
+
+#include "backend/cpu/cpu.h"
+
+/* What stands between code and value: (code - zero) · scale, or levels[code] · scale. */
+typedef enum egi_zero_kind { EGI_ZERO_NUMBER, EGI_ZERO_CODES, EGI_ZERO_FLOATS } egi_zero_kind;
+
+/* A matrix of codes. Element (r, c) is code r · code_row_stride + c; its scale is that of block (r / block_rows,
+ * c / block_columns), or of block (r, group_index[c]); in a flat matrix blocks are runs of its elements. */
+typedef struct egi_quantised {
+  int64_t rows, columns;
+  const uint8_t *codes;
+  unsigned bits; /* 2, 4 or 8 */
+  bool is_signed, is_high_first;
+  int64_t code_row_stride;
+  const float *levels; /* [16]; NULL: codes are numbers */
+  const void *scales;
+  eg_dtype scale_dtype; /* f32, f16, bf16 or f64 */
+  int64_t block_rows, block_columns, scale_row_stride, scale_column_stride;
+  const int32_t *group_index; /* [columns] or NULL */
+  int64_t flat_block;         /* 0: blocks lie in rows and columns */
+  egi_zero_kind zero_kind;
+  float zero; /* NUMBER */
+  const void *zeros;
+  eg_dtype zero_dtype;     /* FLOATS */
+  int64_t zero_row_stride; /* codes or floats from one row of blocks to the next */
+  int64_t zero_column_stride;
+} egi_quantised;
+
+/* Rows [row, row + n_rows) and columns [column, column + n_columns). */
+typedef struct egi_quantised_part {
+  int64_t row, n_rows, column, n_columns;
+} egi_quantised_part;
+
+/* The values of a part, rows `out_stride` floats apart. f32 arithmetic, one rounding for the difference, one for the
+ * product: the same for every order of calls. */
+void egi_dequantise(const egi_quantised *matrix, const egi_quantised_part *part, float *out, int64_t out_stride);
+/* Levels of the two 4-bit types of bitsandbytes (quant_type 0 FP4, 1 NF4). */
+const float *egi_bnb4_levels(int64_t quant_type);
+
+#endif
