@@ -177,6 +177,16 @@ egi_node_id egi_find_head(const egi_graph *graph);
 /* A name made of dotted identifiers, as PyTorch names parameters. */
 bool egi_is_parameter_name(const char *name);
 
+/* Sizes and padding of made-up inputs. The last row of a batch is padded, the others are whole. */
+typedef struct egi_sample_sizes {
+  int64_t batch, sequence, n_padded;
+  bool is_left_padded;
+  uint64_t seed;
+} egi_sample_sizes;
+/* A tensor for each input of the graph, caches empty; NULL where that cannot be. */
+egi_tensor *egi_sample_inputs(const egi_graph *graph, const egi_sample_sizes *sample, egi_arena *arena);
+bool egi_sample_is_padding(const egi_sample_sizes *sample, int64_t row, int64_t position);
+
 /* --verify-rewrites: the graph's outputs on random input before a pass, compared with those after it. A graph that the
  * evaluator cannot run (none set, states, calls left, unknown sizes) is not checked. */
 typedef struct egi_rewrite_check egi_rewrite_check;
