@@ -2,6 +2,7 @@
 #include "api/api.h"
 
 #include <inttypes.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "proto/proto.h"
@@ -78,26 +79,85 @@ static void add_parameters(egi_text *text, const egi_graph *graph) {
                   n_tensors, n_elements, n_bytes);
 }
 
-/* Module paths of the linear layers that "all-linear" selects, from a recognised clone. */
-static eg_status add_targets(egi_text *text, const eg_model *model) {
-  egi_machine machine;
-  egi_arena arena;
+/* ---- structure ------------------------------------------------------------------------------------------------- */
+
+/* Numbers in paths count as numbers: layers.2 stands before layers.10. */
+static int compare_paths(const void *a, const void *b) {
+  const char *x = *(const char *const *)a, *y = *(const char *const *)b;
+  while (*x != '\0' && *y != '\0') {
+    size_t n = strspn(x, "0123456789"), m = strspn(y, "0123456789");
+    if (n > 0 && m > 0 && n != m) return n < m ? -1 : 1;
+    if (*x != *y) break;
+    x++, y++;
+  }
+  return (unsigned char)*x - (unsigned char)*y;
+}
+
+/* Module paths of the linear layers that "all-linear" selects. */
+static eg_status find_targets(const egi_graph *graph, egi_arena *arena, const char ***out_paths, size_t *out_count) {
   egi_linear *linears;
-  size_t n = 0;
-  bool is_first = true;
-  egi_arena_init(&arena, model->ctx, EGI_PURPOSE_DATA);
-  eg_status status = egi_machine_prepare(&machine, model, "cpu", EG_DTYPE_F32);
-  if (status == EG_OK) status = egi_find_linears(machine.graph, &arena, &linears, &n);
+  size_t n = 0, count = 0;
+  EG_TRY(egi_find_linears(graph, arena, &linears, &n));
+  const char **paths = EGI_NEW(arena, const char *, n);
+  if (paths == NULL) return EG_ERROR_MEMORY;
+  for (size_t i = 0; i < n; i++)
+    if (linears[i].path != NULL && egi_target_matches(&linears[i], "all-linear")) paths[count++] = linears[i].path;
+  qsort(paths, count, sizeof *paths, compare_paths);
+  *out_paths = paths;
+  *out_count = count;
+  return EG_OK;
+}
+
+static void add_paths(egi_text *text, const char *const *paths, size_t count) {
   egi_text_add(text, "\"targets\":[");
-  for (size_t i = 0; i < n && status == EG_OK; i++) {
-    if (linears[i].path == NULL || linears[i].is_head) continue;
-    egi_text_add(text, is_first ? "\n  " : ",\n  ");
-    egi_text_json(text, linears[i].path);
-    is_first = false;
+  for (size_t i = 0; i < count; i++) {
+    egi_text_add(text, i == 0 ? "\n  " : ",\n  ");
+    egi_text_json(text, paths[i]);
   }
   egi_text_add(text, "]");
+}
+
+static const char *boolean(bool value) {
+  return value ? "true" : "false";
+}
+
+static void add_structure(egi_text *text, const egi_structure *s) {
+  const egi_structure_counts *n = &s->counts;
+  egi_text_format(text,
+                  "\"structure\":{\"layers\":%" PRId64 ",\"hidden\":%" PRId64 ",\"heads\":%" PRId64
+                  ",\"kv_heads\":%" PRId64 ",\"head_dim\":%" PRId64 ",\"vocab\":%" PRId64 ",\"windows\":[",
+                  s->layers, s->hidden, s->heads, s->kv_heads, s->head_dim, s->vocab);
+  for (uint32_t i = 0; i < s->n_windows; i++) egi_text_format(text, "%s%" PRId64, i > 0 ? "," : "", s->windows[i]);
+  egi_text_format(text, "],\"softcap\":%.6g,\"sinks\":%s,\"rope\":", s->softcap, boolean(s->has_sinks));
+  if (n->rope > 0)
+    egi_text_format(text, "{\"dim\":%" PRId64 ",\"interleaved\":%s,\"tables\":%u}", s->rope_dim,
+                    boolean(s->is_rope_interleaved), s->n_rope_tables);
+  else
+    egi_text_add(text, "null");
+  egi_text_format(text,
+                  ",\"qk_norm\":%s,\"experts\":%" PRId64 ",\"top_k\":%" PRId64 ",\"tied_head\":%s,\n \"counts\":{",
+                  boolean(s->has_qk_norm), s->experts, s->top_k, boolean(s->is_tied));
+  egi_text_format(text,
+                  "\"norm\":%u,\"attention\":%u,\"linear\":%u,\"rope\":%u,\"glu\":%u,\"moe\":%u,\"other\":%u},\n ",
+                  n->norm, n->attention, n->linear, n->rope, n->glu, n->moe, n->other);
+}
+
+/* From a recognised clone. */
+static eg_status describe_structure(egi_text *text, const eg_model *model, egi_arena *arena) {
+  egi_machine machine;
+  egi_structure structure;
+  const char **paths = NULL;
+  size_t count = 0;
+  eg_status status = egi_machine_prepare(&machine, model, "cpu", EG_DTYPE_F32);
+  if (status == EG_OK) status = egi_structure_find(machine.graph, arena, &structure);
+  if (status == EG_OK) status = find_targets(machine.graph, arena, &paths, &count);
+  if (status == EG_OK) {
+    add_structure(text, &structure);
+    add_paths(text, paths, count);
+    egi_text_add(text, "},\n");
+    add_paths(text, paths, count);
+  }
   egi_machine_close(&machine);
-  egi_arena_clear(&arena);
   return status;
 }
 
@@ -114,7 +174,10 @@ eg_status egi_model_describe(const eg_model *model, egi_text *text) {
   egi_text_add(text, ",\n");
   add_parameters(text, graph);
   egi_text_add(text, ",\n");
-  EG_TRY(add_targets(text, model));
+  egi_arena arena;
+  egi_arena_init(&arena, model->ctx, EGI_PURPOSE_DATA);
+  eg_status status = describe_structure(text, model, &arena);
+  egi_arena_clear(&arena);
   egi_text_add(text, "\n}\n");
-  return EG_OK;
+  return status;
 }

@@ -126,6 +126,29 @@ eg_status egi_find_logits(const egi_graph *graph, egi_value_id *out_logits);
 /* The token ids: the input "input_ids", or the only integer input of rank 2 that a Gather takes. */
 eg_status egi_find_token_input(const egi_graph *graph, egi_value_id *out_input);
 
+/* ---- the structure of a recognised graph ------------------------------------------------------------------------ */
+
+typedef struct egi_structure_counts {
+  uint32_t norm, attention, linear, rope, glu, moe, other;
+} egi_structure_counts;
+
+/* The same for every file of one model; 0 where a model has no such thing. */
+typedef struct egi_structure {
+  int64_t layers, hidden, heads, kv_heads, head_dim, vocab;
+  int64_t *windows; /* of each attention, in order: keys that a query sees, its own included; 0: all */
+  uint32_t n_windows;
+  double softcap;   /* of attention scores */
+  int64_t rope_dim; /* elements of a head that are turned */
+  bool is_rope_interleaved;
+  uint32_t n_rope_tables; /* different tables of angles */
+  bool has_sinks, has_qk_norm, is_tied;
+  int64_t experts, top_k;
+  egi_structure_counts counts; /* of the whole graph; `other` of the layers: what is neither one of these, nor a move, a
+                                  residual add, nor a plain activation */
+} egi_structure;
+/* Of a graph that has been through the recognise stage; lists live in the arena. */
+eg_status egi_structure_find(const egi_graph *graph, egi_arena *arena, egi_structure *out_structure);
+
 /* ---- help for passes ------------------------------------------------------------------------------------------ */
 
 /* Replacements that a pass decides on while it walks the nodes in order; applied in one sweep at the end. */

@@ -54,6 +54,47 @@ static void print_targets(const json_t *targets) {
   printf("\n");
 }
 
+static long long number(const json_t *object, const char *key) {
+  return (long long)json_integer_value(json_object_get(object, key));
+}
+
+/* "16, all": windows of layers, equal ones in a row once with their count. */
+static void print_windows(const json_t *windows) {
+  printf("  keys that a query sees:");
+  for (size_t i = 0, next; i < json_array_size(windows); i = next) {
+    long long window = (long long)json_integer_value(json_array_get(windows, i));
+    for (next = i + 1; next < json_array_size(windows); next++)
+      if (json_integer_value(json_array_get(windows, next)) != window) break;
+    printf(i > 0 ? ", " : " ");
+    if (window > 0)
+      printf("%lld", window);
+    else
+      printf("all");
+    if (next - i > 1) printf(" x %zu", next - i);
+  }
+  printf("\n");
+}
+
+static void print_structure(const json_t *s) {
+  const json_t *rope = json_object_get(s, "rope");
+  double softcap = json_number_value(json_object_get(s, "softcap"));
+  printf("structure\n  %lld layers of width %lld, vocabulary %lld%s\n", number(s, "layers"), number(s, "hidden"),
+         number(s, "vocab"), json_is_true(json_object_get(s, "tied_head")) ? ", head tied to the embedding" : "");
+  printf("  %lld heads of %lld over %lld key heads%s%s", number(s, "heads"), number(s, "head_dim"),
+         number(s, "kv_heads"), json_is_true(json_object_get(s, "qk_norm")) ? ", normalised queries and keys" : "",
+         json_is_true(json_object_get(s, "sinks")) ? ", sinks" : "");
+  if (softcap > 0.0) printf(", scores capped at %g", softcap);
+  printf("\n");
+  if (json_array_size(json_object_get(s, "windows")) > 0) print_windows(json_object_get(s, "windows"));
+  if (json_is_object(rope))
+    printf("  rotary embedding of %lld elements, %s, %lld table%s\n", number(rope, "dim"),
+           json_is_true(json_object_get(rope, "interleaved")) ? "interleaved" : "in halves", number(rope, "tables"),
+           number(rope, "tables") == 1 ? "" : "s");
+  if (number(s, "experts") > 0)
+    printf("  %lld experts, %lld for each token\n", number(s, "experts"), number(s, "top_k"));
+  print_counts("recognised", json_object_get(s, "counts"));
+}
+
 static eg_status print_summary(tool *t, const egi_text *text) {
   json_t *root;
   EG_TRY(egi_json_parse(t->ctx, "inspect", egi_text_string(text), text->length, &root));
@@ -66,6 +107,7 @@ static eg_status print_summary(tool *t, const egi_text *text) {
          (long long)json_integer_value(json_object_get(parameters, "tensors")),
          (long long)json_integer_value(json_object_get(parameters, "elements")),
          (long long)json_integer_value(json_object_get(parameters, "bytes")));
+  print_structure(json_object_get(root, "structure"));
   print_targets(json_object_get(root, "targets"));
   json_decref(root);
   return EG_OK;
