@@ -157,8 +157,8 @@ EG_API eg_status eg_model_report(const eg_model *model, eg_write_function write,
 EG_API eg_status eg_model_save(const eg_model *model, const char *path);
 /* The graph in the ONNX text syntax. */
 EG_API eg_status eg_model_print(const eg_model *model, eg_write_function write, void *userdata);
-/* JSON: inputs, outputs, operators, parameters and bytes; the structure of the recognised model, the same for every file
- * of one model; targets: module names an adapter can be grafted to. */
+/* JSON: inputs, outputs, operators, parameters and bytes; the structure of the recognised model, the same for every
+ * file of one model; targets: module names an adapter can be grafted to. */
 EG_API eg_status eg_model_inspect(const eg_model *model, eg_write_function write, void *userdata);
 
 /* ---- data --------------------------------------------------------------------------------------------------- */
