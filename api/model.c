@@ -191,7 +191,13 @@ eg_status eg_model_report(const eg_model *model, eg_write_function write, void *
 eg_status eg_model_save(const eg_model *model, const char *path) {
   if (model == NULL) return EG_ERROR_ARGUMENT;
   if (path == NULL) return egi_fail(model->ctx, EG_ERROR_ARGUMENT, "eg_model_save: NULL argument");
-  return egi_module_export(model->module, model->module->graphs[0], path);
+  egi_module *clone;
+  uint32_t count;
+  EG_TRY(egi_module_clone(model->module, &clone));
+  eg_status status = egi_graph_call_bodies(clone->graphs[0], true, &count);
+  if (status == EG_OK) status = egi_module_export(clone, clone->graphs[0], path);
+  egi_module_destroy(clone);
+  return status;
 }
 
 eg_status eg_model_print(const eg_model *model, eg_write_function write, void *userdata) {

@@ -95,8 +95,7 @@ static void add_formals(egi_text *text, const char *names, unsigned count) {
   }
 }
 
-/* "Name (a, b) => (c) { ... }"; *out_is_written false: the node has no body. */
-static eg_status write_text(const egi_graph *graph, const egi_node *node, egi_text *text, bool *out_is_written) {
+eg_status egi_body_write(const egi_graph *graph, const egi_node *node, egi_text *text, bool *out_is_written) {
   const body_row *row = find_row(node->op);
   egi_body body = {graph, node, text};
   *out_is_written = false;
@@ -154,8 +153,7 @@ static eg_status settle_constants(egi_graph *graph) {
   return egi_graph_tidy(graph);
 }
 
-/* The text as a function at the end of the module's list. */
-static eg_status parse_text(egi_module *module, const char *text, const char *overload, const egi_node *node) {
+eg_status egi_body_parse(egi_module *module, const char *text, const char *overload, const egi_node *node) {
   egi_text whole;
   egi_text_init(&whole, module->ctx);
   egi_text_format(&whole, "<domain: \"" DOMAIN "\", overload: \"%s\">\n%s", overload, text);
@@ -205,10 +203,10 @@ static eg_status add_function(caller *c, const egi_node *node, uint32_t *out_ind
   if (key == NULL) return EG_ERROR_MEMORY;
   unsigned number = 0;
   do {
-    overload = egi_arena_format(&module->arena, "%u", ++number);
+    overload = egi_arena_format(&module->arena, "body%u", ++number);
     if (overload == NULL) return EG_ERROR_MEMORY;
   } while (is_overload_taken(module, name, overload));
-  EG_TRY(parse_text(module, text, overload, node));
+  EG_TRY(egi_body_parse(module, text, overload, node));
   *out_index = module->n_functions - 1;
   return egi_map_put(&c->functions, key, *out_index);
 }
@@ -218,7 +216,7 @@ static eg_status call_one(caller *c, egi_node_id id, uint32_t *count) {
   bool is_written;
   uint32_t index;
   c->text.length = 0;
-  EG_TRY(write_text(c->graph, node, &c->text, &is_written));
+  EG_TRY(egi_body_write(c->graph, node, &c->text, &is_written));
   if (!is_written) return EG_OK;
   EG_TRY(add_function(c, node, &index));
   const egi_function *function = &c->graph->module->functions[index];

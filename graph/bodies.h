@@ -34,6 +34,11 @@ void egi_body_integer(egi_body *body, const char *name, int64_t value);
  * of the input. */
 void egi_body_widen(egi_body *body, const char *name, const char *from, unsigned input);
 
+/* "Name (a, b) => (c) { ... }" for a node; *out_is_written false: it has no body. */
+eg_status egi_body_write(const egi_graph *graph, const egi_node *node, egi_text *text, bool *out_is_written);
+/* The text as a function at the end of the module's list, with the attributes of the node as defaults. */
+eg_status egi_body_parse(egi_module *module, const char *text, const char *overload, const egi_node *node);
+
 /* Pieces of attention bodies (bodies_attention.c), for the values q4, k_all and v_all, [batch, heads, rows, width].
  * Scores: batch, q_heads, kv_heads, share, queries, keys, value_width (sizes), v5, and scores [batch, q_heads, queries,
  * keys], scaled and soft-capped by the node's attributes. */

@@ -209,7 +209,11 @@ static eg_status build_model(egi_exporter *exporter, const egi_graph *graph, Onn
   if (model->ir_version < oldest) model->ir_version = oldest;
   EG_TRY(export_opsets(exporter, model));
   EG_TRY(export_main_graph(exporter, graph, &model->graph));
-  return export_functions(exporter, model);
+  EG_TRY(export_functions(exporter, model));
+  for (size_t i = 0; i < model->n_functions; i++)
+    if (model->functions[i]->overload && model->functions[i]->overload[0] && model->ir_version < METADATA_IR)
+      model->ir_version = METADATA_IR;
+  return EG_OK;
 }
 
 static eg_status export_model(egi_exporter *exporter, const egi_graph *graph) {

@@ -6,11 +6,11 @@ static const struct {
   egi_op op;
   int version;
 } forms[] = {
-    {EGI_OP_Cast, 13},           {EGI_OP_Constant, 13}, {EGI_OP_ConstantOfShape, 9}, {EGI_OP_Equal, 13},
-    {EGI_OP_Flatten, 13},        {EGI_OP_Identity, 13}, {EGI_OP_IsNaN, 13},          {EGI_OP_LessOrEqual, 12},
-    {EGI_OP_GreaterOrEqual, 12}, {EGI_OP_Where, 9},     {EGI_OP_ReduceMax, 18},      {EGI_OP_Reshape, 14},
-    {EGI_OP_Shape, 15},          {EGI_OP_Size, 13},     {EGI_OP_Squeeze, 13},        {EGI_OP_Transpose, 13},
-    {EGI_OP_Unsqueeze, 13},
+    {EGI_OP_Cast, 13},        {EGI_OP_CastLike, 15},       {EGI_OP_Constant, 13}, {EGI_OP_ConstantOfShape, 9},
+    {EGI_OP_Equal, 13},       {EGI_OP_Flatten, 13},        {EGI_OP_Identity, 13}, {EGI_OP_IsNaN, 13},
+    {EGI_OP_LessOrEqual, 12}, {EGI_OP_GreaterOrEqual, 12}, {EGI_OP_Where, 9},     {EGI_OP_ReduceMax, 18},
+    {EGI_OP_Reshape, 14},     {EGI_OP_Shape, 15},          {EGI_OP_Size, 13},     {EGI_OP_Squeeze, 13},
+    {EGI_OP_Transpose, 13},   {EGI_OP_Unsqueeze, 13},
 };
 
 /* Inputs and attributes that came later than the operator. */
@@ -35,9 +35,11 @@ static eg_status add_domain(egi_exporter *exporter, const char *domain) {
 
 static eg_status survey_call(egi_exporter *exporter, const egi_node *node) {
   const egi_module *module = exporter->module;
+  const char *name = node->op_name ? node->op_name : egi_op_get(node->op)->name;
+  const char *domain = node->op_name ? node->domain : egi_op_get(node->op)->domain;
   for (uint32_t i = 0; i < module->n_functions; i++) {
     const egi_function *function = &module->functions[i];
-    bool is_same = !strcmp(function->name, node->op_name) && !strcmp(function->domain, node->domain) &&
+    bool is_same = !strcmp(function->name, name) && !strcmp(function->domain, domain) &&
                    !strcmp(function->overload ? function->overload : "", node->overload ? node->overload : "");
     if (!is_same || exporter->is_function_called[i]) continue;
     exporter->is_function_called[i] = true;
@@ -59,6 +61,7 @@ eg_status egi_export_survey(egi_exporter *exporter, const egi_graph *graph) {
       EG_TRY(survey_call(exporter, node));
     } else if (egi_op_get(node->op)->domain[0]) {
       EG_TRY(add_domain(exporter, egi_op_get(node->op)->domain));
+      if (node->overload) EG_TRY(survey_call(exporter, node));
     } else if (version_of(node) > exporter->version) {
       exporter->version = version_of(node);
     }

@@ -461,6 +461,9 @@ bool egi_op_has_body(egi_op op);
 /* Every node of an operator with a body (is_own_only: of domain engraft) becomes a call of a function that holds its
  * body, added to the module; one that has none in its form stays. */
 eg_status egi_graph_call_bodies(egi_graph *graph, bool is_own_only, uint32_t *out_count);
+/* The other way, for an imported file: calls of functions of domain engraft that hold an operator's body, node for node,
+ * become nodes of the operator. */
+eg_status egi_graph_recall_bodies(egi_graph *graph);
 /* Parses the text syntax; errors name line and column. */
 eg_status egi_module_parse(eg_context *ctx, const char *text, size_t length, egi_module **out_module);
 

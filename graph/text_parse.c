@@ -75,6 +75,8 @@ static eg_status parse_node(egi_parser *parser, egi_graph *graph) {
   EG_TRY(egi_lexer_expect(&parser->lexer, '='));
   EG_TRY(egi_lexer_take_name(&parser->lexer, &qualified));
   EG_TRY(set_operator(parser, &node, qualified));
+  EG_TRY(egi_lexer_accept(&parser->lexer, ':', &is_taken));
+  if (is_taken) EG_TRY(egi_lexer_take_name(&parser->lexer, &node.overload));
   if (egi_lexer_is_sign(&parser->lexer, '<'))
     EG_TRY(egi_parse_attributes(parser, &node.attributes, &node.n_attributes));
   EG_TRY(egi_parse_value_names(parser, graph, &node.inputs, &node.n_inputs));

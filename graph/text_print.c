@@ -237,6 +237,10 @@ static void print_node(const printer *p, const egi_graph *graph, const egi_node 
   egi_text_add(p->out, " = ");
   if (domain != NULL && domain[0] != '\0') egi_text_format(p->out, "%s.", domain);
   egi_text_add(p->out, info != NULL ? info->name : node->op_name);
+  if (node->overload != NULL && node->overload[0] != '\0') {
+    egi_text_add(p->out, ":");
+    print_name(p->out, node->overload);
+  }
   for (unsigned i = 0; i < node->n_attributes; i++) {
     egi_text_add(p->out, i == 0 ? " <" : ", ");
     print_attribute(p, &node->attributes[i], indent);

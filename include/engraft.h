@@ -153,7 +153,9 @@ EG_API eg_status eg_model_rewrite(eg_model *model, const char *passes, int verif
 /* JSON: what each pass of the last eg_model_rewrite() tried, matched and nearly matched. */
 EG_API eg_status eg_model_report(const eg_model *model, eg_write_function write, void *userdata);
 /* Writes an ONNX file, through a temporary file that is renamed. Weights that came from external files are referred
- * to when they lie under the new file's directory, and embedded otherwise (above 1 GiB: written to PATH.data). */
+ * to when they lie under the new file's directory, and embedded otherwise (above 1 GiB: written to PATH.data).
+ * Fused operators of the rewritten graph are written as calls of functions with bodies of standard operators, so that
+ * any runtime runs the file; eg_model_load() recognises them. */
 EG_API eg_status eg_model_save(const eg_model *model, const char *path);
 /* The graph in the ONNX text syntax. */
 EG_API eg_status eg_model_print(const eg_model *model, eg_write_function write, void *userdata);

@@ -277,13 +277,23 @@ static eg_status inline_all(egi_pass_run *run, inliner *state) {
   return EG_OK;
 }
 
+/* Bodies of If, Loop and Scan may hold calls, which unroll_loops brings to light. */
+static bool has_bodies(const egi_graph *graph) {
+  for (egi_node_id id = 1; id < graph->n_nodes; id++)
+    for (uint16_t i = 0; i < graph->nodes[id].n_attributes; i++)
+      if (graph->nodes[id].attributes[i].kind == EGI_ATTRIBUTE_GRAPH) return true;
+  return false;
+}
+
 eg_status egi_pass_inline_functions(egi_pass_run *run, egi_graph *graph) {
+  EG_TRY(egi_graph_recall_bodies(graph));
   EG_TRY(egi_module_add_standard_functions(graph->module, graph));
   if (graph->module->n_functions == 0) return EG_OK;
   inliner state = {.graph = graph, .module = graph->module};
   egi_arena_init(&state.arena, run->ctx, EGI_PURPOSE_GRAPH);
   eg_status status = inline_all(run, &state);
   egi_arena_clear(&state.arena);
+  if (status == EG_OK && !has_bodies(graph)) graph->module->n_functions = 0; /* nobody calls them any more */
   if (status != EG_OK || !run->has_changed) return status;
   EG_TRY(egi_graph_tidy(graph));
   return egi_infer_graph(graph);

@@ -1,0 +1,122 @@
+/* Rewritten models in files: fused operators leave as functions and come back as operators; a function that only has
+ * the name of one stays what it is; and fused operators run and train as their bodies. */
+#include "support_api.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define HEADER "<ir_version: 10, opset_import: [\"\": 23, \"engraft\": 1]>\n"
+#define GRAPH(nodes) \
+  HEADER "g (float[b,4,s,8] q, float[b,2,s,8] k, bool[b,s] m, float[4] sinks) => (float[b,4,s,8] y) { " nodes " }\n"
+#define ATTENTION                                                             \
+  "x = engraft.Attention <causal = 1, window = 3, scale = 0.3> (q, k, k, m) " \
+  "y = engraft.Attention <causal = 1, softcap = 2.0> (x, k, k, , sinks)"
+
+static void write_text(api_fixture *fixture, const char *text, char *path, size_t size, const char *name) {
+  egi_module *module;
+  api_path(fixture, path, size, name);
+  api_must(fixture->ctx, egi_module_parse(fixture->ctx, text, strlen(text), &module));
+  api_must(fixture->ctx, egi_module_export(module, module->graphs[0], path));
+  egi_module_destroy(module);
+}
+
+static int append(void *userdata, const void *bytes, size_t size_bytes) {
+  egi_text_append(userdata, bytes, size_bytes);
+  return 0;
+}
+
+static void print(api_fixture *fixture, const char *path, egi_text *out) {
+  eg_model *model;
+  api_must(fixture->ctx, eg_model_load(fixture->ctx, path, NULL, &model));
+  egi_text_init(out, fixture->ctx);
+  api_must(fixture->ctx, eg_model_print(model, append, out));
+  eg_model_destroy(model);
+}
+
+static void resave(api_fixture *fixture, const char *from, const char *to) {
+  eg_model *model;
+  api_must(fixture->ctx, eg_model_load(fixture->ctx, from, NULL, &model));
+  api_must(fixture->ctx, eg_model_save(model, to));
+  eg_model_destroy(model);
+}
+
+static void fused_operators_come_back(void **state) {
+  api_fixture *fixture = *state;
+  char first[192], second[192], third[192];
+  egi_text a, b;
+  egi_mapping x, y;
+  write_text(fixture, GRAPH(ATTENTION), first, sizeof first, "first.onnx");
+  resave(fixture, first, api_path(fixture, second, sizeof second, "second.onnx"));
+  print(fixture, first, &a);
+  print(fixture, second, &b);
+  assert_non_null(strstr(egi_text_string(&a), "engraft.Attention"));
+  assert_string_equal(egi_text_string(&a), egi_text_string(&b));
+  resave(fixture, second, api_path(fixture, third, sizeof third, "third.onnx"));
+  api_must(fixture->ctx, egi_mapping_open(fixture->ctx, second, &x));
+  api_must(fixture->ctx, egi_mapping_open(fixture->ctx, third, &y));
+  assert_true(x.size_bytes == y.size_bytes && memcmp(x.data, y.data, x.size_bytes) == 0);
+  egi_mapping_close(&x);
+  egi_mapping_close(&y);
+  egi_text_free(&a);
+  egi_text_free(&b);
+}
+
+/* One number of the body is another: the file means something else, and is taken at its word. */
+static void other_functions_are_inlined(void **state) {
+  api_fixture *fixture = *state;
+  char path[192];
+  egi_text text;
+  write_text(fixture,
+             GRAPH("y = engraft.Attention:body1 <scale = 0.3> (q, k, k)") "<domain: \"engraft\", overload: \"body1\", "
+                                                                      "opset_import: [\"\": 23]>\n"
+                                                                      "Attention <scale: float = 0.3> (q, k, v) => (y) "
+                                                                      "{ y = Neg (q) }\n",
+             path, sizeof path, "other.onnx");
+  print(fixture, path, &text);
+  assert_null(strstr(egi_text_string(&text), "engraft.Attention"));
+  assert_non_null(strstr(egi_text_string(&text), "Neg"));
+  egi_text_free(&text);
+}
+
+/* The first number of a file's first gradient, loss and a logit, fused and not: they differ by rounding alone. */
+static void bodies_train_as_operators_do(void **state) {
+  api_fixture *fixture = *state;
+  eg_model *model = api_model(fixture, fixture->ctx);
+  eg_dataset *dataset = api_dataset(fixture->ctx, 4, 12);
+  double losses[2];
+  float *gradients[2];
+  size_t count = 0;
+  for (int i = 0; i < 2; i++) {
+    eg_trainer_options options = api_options();
+    eg_trainer *trainer;
+    eg_step_report report;
+    options.no_fuse = i;
+    api_must(fixture->ctx, eg_trainer_create(model, dataset, &options, &trainer));
+    if (i == 1)
+      for (egi_node_id id = 1; id < trainer->machine.graph->n_nodes; id++)
+        assert_false(egi_op_has_body(trainer->machine.graph->nodes[id].op));
+    api_must(fixture->ctx, eg_trainer_step(trainer, &report));
+    losses[i] = report.loss;
+    gradients[i] = api_read(trainer, true, &count);
+    eg_trainer_destroy(trainer);
+  }
+  assert_true(fabs(losses[0] - losses[1]) <= 1e-5 * losses[0]);
+  double largest = 0.0;
+  for (size_t i = 0; i < count; i++) largest = fmax(largest, fabs((double)gradients[0][i]));
+  assert_true(largest > 0.0);
+  for (size_t i = 0; i < count; i++)
+    assert_true(fabs((double)gradients[0][i] - (double)gradients[1][i]) <= 1e-5 * largest);
+  free(gradients[0]);
+  free(gradients[1]);
+  eg_dataset_destroy(dataset);
+  eg_model_destroy(model);
+}
+
+#define TEST(name) cmocka_unit_test_setup_teardown(name, api_setup, api_teardown)
+
+int main(void) {
+  const struct CMUnitTest tests[] = {TEST(fused_operators_come_back), TEST(other_functions_are_inlined),
+                                     TEST(bodies_train_as_operators_do)};
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
