@@ -309,6 +309,7 @@ typedef struct egi_module {
   struct egi_onnx *file;          /* what it was imported from; shared by clones, counted; NULL: made in memory */
   struct egi_module *base;        /* what it was cloned from: kept alive, since texts and weight bytes are shared */
   uint32_t references;            /* itself and its clones */
+  bool assumes_positions;         /* passes took positions for 0, 1, 2, .. in each row */
 } egi_module;
 
 /* ---- building and editing ------------------------------------------------------------------------------------- */

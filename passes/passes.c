@@ -42,6 +42,7 @@ static eg_status run_pass(egi_graph *graph, const egi_pass_info *pass, const egi
                           egi_pass_report *report, bool *out_has_changed) {
   eg_context *ctx = graph->module->ctx;
   egi_pass_run run = {.ctx = ctx, .adapt = options ? options->adapt : NULL, .report = report};
+  run.is_general = options && options->is_general;
   egi_rewrite_check *check = NULL;
   if (options && options->verify) EG_TRY(egi_rewrite_check_begin(graph, &check));
   double start = egi_clock();

@@ -50,6 +50,7 @@ typedef struct egi_pass_run {
   eg_context *ctx;
   const egi_adapt_options *adapt;
   egi_pass_report *report;
+  bool is_general;  /* what is given at run time may be any: as in egi_pipeline_options */
   bool has_changed; /* the pass sets it */
 } egi_pass_run;
 
@@ -73,6 +74,9 @@ const egi_pass_info *egi_pass_find(const char *name); /* NULL when there is none
 typedef struct egi_pipeline_options {
   const egi_adapt_options *adapt;
   bool verify; /* run the graph before and after each pass on random input and compare */
+  /* Nothing is taken for granted that training and an ordinary run hold to: caches stay inputs and outputs, and masks
+   * that follow positions stay as they are. */
+  bool is_general;
 } egi_pipeline_options;
 
 /* Runs a list of passes over one graph, egi_graph_tidy() and (debug builds) egi_graph_verify() after each.

@@ -1,0 +1,372 @@
+/* Proves what a mask is. Its nodes are run for several batches, lengths and patterns of padding, and every element must
+ * be what the form says that the mask is taken for: causal or not, a window, padding of the keys. A number that may be
+ * a window is made to show: the mask is run on sequences longer than it, or, where those are too long to run, with two
+ * small numbers in its place, whose windows must follow them. Called by fuse_attention. */
+#include <inttypes.h>
+#include <math.h>
+#include <string.h>
+
+#include "passes/masks.h"
+
+/* What exporters write for a hidden key starts at -1e4, -9984 in bfloat16. */
+#define HIDDEN (-9900.0)
+/* Elements times nodes that one run may take. */
+#define MAX_WORK 6e7
+#define MAX_TABLE_WORK 2.5e8
+
+enum { SIZE_FIRST = 17, MAX_FIXED = 1024 };
+
+typedef enum pattern { PATTERN_ONES, PATTERN_RIGHT, PATTERN_LEFT, PATTERN_HOLES } pattern;
+
+typedef struct prover {
+  const egi_graph *graph;
+  const egi_mask *mask;
+  egi_mask_proof *proof;
+  egi_arena *arena;                /* of the reason */
+  bool has_form, depends, differs; /* padding was seen to matter, or not to */
+  uint32_t n_nodes;
+  egi_mask_numbers numbers;
+} prover;
+
+/* One evaluation. */
+typedef struct trial {
+  int64_t batch, sequence;
+  pattern pattern;
+  int64_t constant, replacement;
+  egi_arena arena;
+  egi_tensor outputs[EGI_MAX_MASKS];
+  const egi_tensor *padding; /* as it was given, or NULL */
+  const char *reason;
+} trial;
+
+static eg_status refuse(prover *p, const char *reason) {
+  p->proof->reason = egi_arena_copy_text(p->arena, reason, strlen(reason));
+  return p->proof->reason ? EG_OK : EG_ERROR_MEMORY;
+}
+
+/* ---- running ---------------------------------------------------------------------------------------------------- */
+
+static bool is_valid(const trial *t, int64_t batch, int64_t key) {
+  int64_t cut = (batch + 1) % (t->sequence + 1) + (t->sequence > 4 ? batch % 3 : 0);
+  switch (t->pattern) {
+  case PATTERN_RIGHT:
+    return key < t->sequence - cut;
+  case PATTERN_LEFT:
+    return key >= cut;
+  case PATTERN_HOLES:
+    return (key * 7 + batch * 3) % 5 > 1;
+  case PATTERN_ONES:
+    break;
+  }
+  return true;
+}
+
+static bool store(egi_tensor *tensor, int64_t i, int64_t value) {
+  switch (tensor->dtype) {
+  case EG_DTYPE_I64:
+    ((int64_t *)tensor->data)[i] = value;
+    return true;
+  case EG_DTYPE_I32:
+    ((int32_t *)tensor->data)[i] = (int32_t)value;
+    return true;
+  case EG_DTYPE_BOOL:
+    ((uint8_t *)tensor->data)[i] = value != 0;
+    return true;
+  case EG_DTYPE_F32:
+    ((float *)tensor->data)[i] = (float)value;
+    return true;
+  case EG_DTYPE_F16:
+    ((uint16_t *)tensor->data)[i] = egi_f32_to_f16((float)value);
+    return true;
+  case EG_DTYPE_BF16:
+    ((uint16_t *)tensor->data)[i] = egi_f32_to_bf16((float)value);
+    return true;
+  default:
+    return false;
+  }
+}
+
+/* Padding of [batch, sequence], or positions. */
+static eg_status fill_input(trial *t, const egi_mask_extract *x, const egi_value *value, egi_tensor *tensor) {
+  uint64_t size_bytes = 0;
+  bool is_positions = x->positions != 0 && strcmp(x->source->values[x->positions].name, value->name) == 0;
+  *tensor = (egi_tensor){.dtype = value->dtype, .rank = value->rank};
+  for (int i = 0; i < value->rank; i++) (void)egi_dim_value(x->module->dims, value->dims[i], &tensor->dims[i]);
+  egi_tensor_set_contiguous(tensor);
+  bool fits = is_positions ? tensor->dims[tensor->rank - 1] == t->sequence
+                           : tensor->dims[0] == t->batch && tensor->dims[1] == t->sequence;
+  int64_t count = egi_tensor_count(tensor);
+  if (!fits || !egi_dtype_bytes(tensor->dtype, (uint64_t)count, &size_bytes)) {
+    t->reason = "an input of the mask has other sizes than batch and sequence";
+    return EG_OK;
+  }
+  tensor->data = egi_arena_get(&t->arena, (size_t)size_bytes + 1, 1);
+  if (!tensor->data) return EG_ERROR_MEMORY;
+  for (int64_t i = 0; i < count; i++) {
+    int64_t key = i % t->sequence, number = is_positions ? key : is_valid(t, i / t->sequence, key);
+    if (!store(tensor, i, number)) t->reason = "an input of the mask has a type that is not a mask's";
+  }
+  if (!is_positions) t->padding = tensor;
+  return EG_OK;
+}
+
+static eg_status evaluate(trial *t, const egi_mask_extract *x) {
+  const egi_graph *graph = x->graph;
+  egi_tensor *inputs = EGI_NEW(&t->arena, egi_tensor, (size_t)graph->n_inputs + 1);
+  if (!inputs) return EG_ERROR_MEMORY;
+  for (uint32_t i = 0; i < graph->n_inputs && !t->reason; i++)
+    EG_TRY(fill_input(t, x, &graph->values[graph->inputs[i]], &inputs[i]));
+  if (t->reason) return EG_OK;
+  eg_status status = x->module->evaluator->graph(x->module->ctx, graph, inputs, &t->arena, t->outputs);
+  if (status != EG_OK && status != EG_ERROR_MEMORY) {
+    t->reason = egi_arena_format(&t->arena, "the mask cannot be evaluated: %s", eg_context_error(x->module->ctx));
+    return t->reason ? EG_OK : EG_ERROR_MEMORY;
+  }
+  return status;
+}
+
+static eg_status run_trial(prover *p, trial *t) {
+  egi_mask_extract x = {.source = p->graph, .mask = p->mask, .n_batches = t->batch, .n_positions = t->sequence};
+  x.constant = t->constant;
+  x.replacement = t->replacement;
+  x.arena = &t->arena;
+  eg_status status = egi_mask_extract_make(&x);
+  t->reason = x.reason;
+  if (status == EG_OK && !x.reason) status = evaluate(t, &x);
+  if (t->constant == 0) {
+    p->numbers = x.numbers;
+    p->n_nodes = x.graph ? x.graph->n_nodes : 0;
+  }
+  p->proof->padding = x.padding;
+  p->proof->follows_positions = x.positions != 0;
+  egi_mask_extract_free(&x);
+  return status;
+}
+
+/* ---- reading ---------------------------------------------------------------------------------------------------- */
+
+static double number_at(const egi_tensor *tensor, int64_t i) {
+  switch (tensor->dtype) {
+  case EG_DTYPE_F32:
+    return (double)((const float *)tensor->data)[i];
+  case EG_DTYPE_F64:
+    return ((const double *)tensor->data)[i];
+  case EG_DTYPE_F16:
+    return (double)egi_f16_to_f32(((const uint16_t *)tensor->data)[i]);
+  case EG_DTYPE_BF16:
+    return (double)egi_bf16_to_f32(((const uint16_t *)tensor->data)[i]);
+  case EG_DTYPE_BOOL:
+    return ((const uint8_t *)tensor->data)[i] != 0;
+  default:
+    return (double)NAN;
+  }
+}
+
+static bool broadcasts(const trial *t, const egi_tensor *tensor) {
+  const int64_t wanted[4] = {t->batch, 1, t->sequence, t->sequence};
+  if (tensor->rank > 4) return false;
+  for (int i = 0; i < tensor->rank; i++)
+    if (tensor->dims[i] != 1 && tensor->dims[i] != wanted[4 - tensor->rank + i]) return false;
+  return true;
+}
+
+/* The element for (batch, query, key) of a tensor that broadcasts. */
+static double element_at(const egi_tensor *tensor, const int64_t at[3]) {
+  const int64_t index[4] = {at[0], 0, at[1], at[2]};
+  int64_t offset = 0;
+  for (int i = 0; i < tensor->rank; i++)
+    if (tensor->dims[i] != 1) offset += index[4 - tensor->rank + i] * tensor->strides[i];
+  return number_at(tensor, offset);
+}
+
+/* 1: seen, 0: hidden, -1: neither, the number goes to *out_number. */
+static int visibility(const prover *p, const trial *t, const int64_t at[3], double *out_number) {
+  const egi_mask *mask = p->mask;
+  bool is_seen = !mask->is_causal || at[2] <= at[1];
+  if (mask->left >= 0) is_seen = is_seen && at[2] >= at[1] - mask->left;
+  if (mask->right >= 0) is_seen = is_seen && at[2] <= at[1] + mask->right;
+  for (unsigned i = 0; i < mask->n_parts; i++) {
+    double number = element_at(&t->outputs[i], at);
+    bool is_boolean = t->outputs[i].dtype == EG_DTYPE_BOOL;
+    *out_number = number;
+    if (is_boolean != (mask->parts[i].sense != EGI_MASK_IS_ADDED)) return -1;
+    bool hides = mask->parts[i].sense == EGI_MASK_IS_SEEN ? number == 0 : number != 0;
+    if (!is_boolean && hides && !(number <= HIDDEN)) return -1;
+    is_seen = is_seen && !hides;
+  }
+  return is_seen;
+}
+
+static bool form_sees(const egi_mask_proof *form, const int64_t at[3]) {
+  if (form->is_causal && at[2] > at[1]) return false;
+  return form->window == 0 || (at[2] > at[1] - form->window && at[2] < at[1] + form->window);
+}
+
+/* Causal when the first query sees its own key alone, or none but that in its future; the window is what the last query
+ * sees. Whether all of it is so is checked afterwards. */
+static void guess_form(prover *p, const trial *t) {
+  double number;
+  int64_t seen = 0;
+  p->proof->is_causal = true;
+  for (int64_t j = 1; j < t->sequence; j++)
+    if (visibility(p, t, (const int64_t[3]){0, 0, j}, &number) == 1) p->proof->is_causal = false;
+  for (int64_t j = 0; j < t->sequence; j++)
+    seen += visibility(p, t, (const int64_t[3]){0, t->sequence - 1, j}, &number) == 1;
+  p->proof->window = seen == t->sequence ? 0 : seen;
+  p->has_form = true;
+}
+
+/* ---- comparing -------------------------------------------------------------------------------------------------- */
+
+static eg_status miss(prover *p, const trial *t, const int64_t at[3], int seen, double number) {
+  char *reason;
+  if (seen < 0)
+    reason = egi_arena_format(p->arena, "the mask holds %g, which neither shows nor hides a key", number);
+  else
+    reason =
+        egi_arena_format(p->arena, "the mask is not %s%s: of %" PRId64 " positions, query %" PRId64 " %s key %" PRId64,
+                         p->proof->is_causal ? "causal" : "full", p->proof->window > 0 ? " in a window" : "",
+                         t->sequence, at[1], seen ? "sees" : "does not see", at[2]);
+  p->proof->reason = reason;
+  return reason ? EG_OK : EG_ERROR_MEMORY;
+}
+
+/* A row of the mask against the form, with padding and without. */
+static eg_status compare_row(prover *p, const trial *t, int64_t batch, int64_t query) {
+  bool sees_some = false;
+  for (int64_t j = 0; j < t->sequence && !sees_some; j++)
+    sees_some = form_sees(p->proof, (const int64_t[3]){batch, query, j}) && is_valid(t, batch, j);
+  for (int64_t j = 0; j < t->sequence; j++) {
+    const int64_t at[3] = {batch, query, j};
+    double number = 0;
+    int seen = visibility(p, t, at, &number);
+    bool expected = form_sees(p->proof, at), is_padding = t->padding && !is_valid(t, batch, j);
+    if (seen < 0) return miss(p, t, at, seen, number);
+    if (seen == expected && !(expected && is_padding)) continue;
+    if (!sees_some && t->padding) continue;
+    if (expected && is_padding) {
+      p->depends = p->depends || !seen;
+      p->differs = p->differs || seen;
+      continue;
+    }
+    return miss(p, t, at, seen, number);
+  }
+  return EG_OK;
+}
+
+static eg_status compare(prover *p, trial *t) {
+  for (unsigned i = 0; i < p->mask->n_parts; i++)
+    if (!broadcasts(t, &t->outputs[i])) return refuse(p, "the mask does not have the shape of the scores");
+  if (!p->has_form) guess_form(p, t);
+  for (int64_t b = 0; b < t->batch && !p->proof->reason; b++)
+    for (int64_t i = 0; i < t->sequence && !p->proof->reason; i++) EG_TRY(compare_row(p, t, b, i));
+  if (p->depends && p->differs && !p->proof->reason) return refuse(p, "the mask hides padding from some queries alone");
+  return EG_OK;
+}
+
+/* Runs and compares; the reason is set where it is not as the form says. */
+static eg_status check(prover *p, int64_t batch, int64_t sequence, pattern padding, const int64_t replaced[2]) {
+  trial t = {.batch = batch, .sequence = sequence, .pattern = padding};
+  if (replaced) {
+    t.constant = replaced[0];
+    t.replacement = replaced[1];
+  }
+  egi_arena_init(&t.arena, p->graph->module->ctx, EGI_PURPOSE_GRAPH);
+  eg_status status = run_trial(p, &t);
+  if (status == EG_OK && t.reason) status = refuse(p, t.reason);
+  if (status == EG_OK && !p->proof->reason) status = compare(p, &t);
+  egi_arena_clear(&t.arena);
+  return status;
+}
+
+/* ---- windows ---------------------------------------------------------------------------------------------------- */
+
+/* The form is found anew on a sequence that is longer than the number. */
+static eg_status check_longer(prover *p, int64_t sequence) {
+  const egi_mask_proof before = *p->proof;
+  p->has_form = false;
+  EG_TRY(check(p, 1, sequence, PATTERN_ONES, NULL));
+  if (p->proof->reason) return EG_OK;
+  bool is_same = p->proof->is_causal == before.is_causal && (before.window == 0 || before.window == p->proof->window);
+  return is_same ? EG_OK : refuse(p, "the mask changes with the length of the sequence");
+}
+
+/* The window that the mask has with another number in place of a large one. */
+static eg_status try_number(prover *p, int64_t number, int64_t replacement, int64_t *out_window) {
+  const egi_mask_proof before = *p->proof;
+  const int64_t replaced[2] = {number, replacement};
+  p->has_form = false;
+  EG_TRY(check(p, 1, SIZE_FIRST, PATTERN_ONES, replaced));
+  if (!p->proof->reason && p->proof->is_causal != before.is_causal)
+    EG_TRY(refuse(p, "a number of the mask decides more than a window"));
+  *out_window = p->proof->window;
+  p->proof->window = before.window;
+  p->proof->is_causal = before.is_causal;
+  return EG_OK;
+}
+
+static eg_status check_number(prover *p, int64_t number) {
+  double length = (double)(number + 3);
+  int64_t first = 0, second = 0;
+  if (number < SIZE_FIRST - 2) return EG_OK;
+  if (length * length * p->n_nodes <= MAX_WORK) return check_longer(p, number + 3);
+  int64_t window = p->proof->window;
+  EG_TRY(try_number(p, number, 3, &first));
+  if (!p->proof->reason) EG_TRY(try_number(p, number, 6, &second));
+  if (p->proof->reason || (first == window && second == window)) return EG_OK;
+  if (window == 0 && first > 0 && second - first == 3) {
+    p->proof->window = number + first - 3;
+    return EG_OK;
+  }
+  return refuse(p, "a number of the mask is neither a window nor without effect");
+}
+
+static eg_status check_numbers(prover *p) {
+  const egi_mask_numbers numbers = p->numbers;
+  double table = (double)numbers.longest_table;
+  if (numbers.is_full) return refuse(p, "the mask is made of more numbers than are looked at");
+  if (numbers.longest_table >= SIZE_FIRST - 2) {
+    if (table * table * p->n_nodes > MAX_TABLE_WORK) return refuse(p, "the mask is a table too long to be looked at");
+    EG_TRY(check_longer(p, numbers.longest_table));
+  }
+  for (unsigned i = 0; i < numbers.count && !p->proof->reason; i++) {
+    bool is_in_table = numbers.longest_table > 0 && numbers.values[i] >= numbers.longest_table;
+    if (!is_in_table) EG_TRY(check_number(p, numbers.values[i]));
+  }
+  return EG_OK;
+}
+
+/* ---- the proof -------------------------------------------------------------------------------------------------- */
+
+/* Batch, length and pattern of each run; sizes that the model fixes stand instead. */
+static const struct {
+  int64_t batch, sequence;
+  pattern pattern;
+} runs[] = {
+    {1, SIZE_FIRST, PATTERN_ONES}, {3, 9, PATTERN_RIGHT}, {2, 5, PATTERN_LEFT},
+    {3, 11, PATTERN_HOLES},        {1, 2, PATTERN_ONES},  {2, 13, PATTERN_LEFT},
+};
+
+static eg_status prove(prover *p) {
+  egi_dims *dims = p->graph->module->dims;
+  int64_t batch = 0, sequence = 0, size;
+  if (egi_dim_value(dims, egi_dim_resolve(dims, p->mask->batch), &size)) batch = size;
+  if (egi_dim_value(dims, egi_dim_resolve(dims, p->mask->sequence), &size)) sequence = size;
+  if (sequence == 1 || sequence > MAX_FIXED)
+    return refuse(p, "the length of the sequence is fixed to one not looked at");
+  for (size_t i = 0; i < EGI_COUNT(runs) && !p->proof->reason; i++)
+    EG_TRY(
+        check(p, batch > 0 ? batch : runs[i].batch, sequence > 0 ? sequence : runs[i].sequence, runs[i].pattern, NULL));
+  if (!p->proof->reason && sequence == 0) EG_TRY(check_numbers(p));
+  if (p->proof->reason) return EG_OK;
+  if (!p->depends) p->proof->padding = 0;
+  p->proof->is_proven = true;
+  return EG_OK;
+}
+
+eg_status egi_mask_prove(const egi_graph *graph, const egi_mask *mask, egi_arena *arena, egi_mask_proof *out_proof) {
+  prover p = {.graph = graph, .mask = mask, .proof = out_proof, .arena = arena};
+  *out_proof = (egi_mask_proof){0};
+  if (!graph->module->evaluator) return refuse(&p, "there is nothing to evaluate the mask with");
+  return prove(&p);
+}
