@@ -38,17 +38,18 @@ eg_status egi_lexer_fail(const egi_lexer *lexer, const char *wanted) {
 }
 
 static eg_status read_string(egi_lexer *lexer) {
-  const char *c = lexer->next + 1;
-  char *text = egi_arena_get(lexer->arena, (size_t)(lexer->end - lexer->next), 1);
+  const char *begin = lexer->next + 1, *end = begin;
+  while (end < lexer->end && *end != '"') end += *end == '\\' && end + 1 < lexer->end ? 2 : 1;
+  char *text = egi_arena_get(lexer->arena, (size_t)(end - begin) + 1, 1);
   if (text == NULL) return EG_ERROR_MEMORY;
   size_t length = 0;
-  while (c < lexer->end && *c != '"') {
-    if (*c == '\\' && c + 1 < lexer->end) c++;
-    text[length++] = *c++;
+  for (const char *c = begin; c < end; c++) {
+    if (*c == '\\' && c + 1 < end) c++;
+    text[length++] = *c;
   }
   lexer->token.text = text;
-  if (c >= lexer->end) return egi_lexer_fail(lexer, "closing quote");
-  lexer->next = c + 1;
+  if (end >= lexer->end) return egi_lexer_fail(lexer, "closing quote");
+  lexer->next = end + 1;
   lexer->token.kind = EGI_TOKEN_STRING;
   return EG_OK;
 }

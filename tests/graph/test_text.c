@@ -147,10 +147,26 @@ static void every_cut_is_refused_or_parsed(void **state) {
   }
 }
 
+/* Memory grows with the text, not with its square. */
+static void quoted_names_take_their_own_room(void **state) {
+  egi_text text;
+  egi_text_init(&text, *state);
+  egi_text_add(&text, "<ir_version: 10, opset_import: [\"\": 23]>\ng (float[2] \"x0\") => (float[2] \"x4000\") {\n");
+  for (unsigned i = 0; i < 4000; i++) egi_text_format(&text, "\"x%u\" = Neg (\"x%u\")\n", i + 1, i);
+  egi_text_add(&text, "}\n");
+  size_t before = egi_bytes_in_use(*state, EGI_PURPOSE_GRAPH);
+  egi_module *module = parse(*state, egi_text_string(&text));
+  size_t taken = egi_bytes_in_use(*state, EGI_PURPOSE_GRAPH) - before;
+  assert_true(taken < 60 * text.length);
+  egi_module_destroy(module);
+  egi_text_free(&text);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test_setup_teardown(what_is_printed_parses_to_the_same, make_context, free_context),
       cmocka_unit_test_setup_teardown(the_module_is_what_the_text_says, make_context, free_context),
+      cmocka_unit_test_setup_teardown(quoted_names_take_their_own_room, make_context, free_context),
       cmocka_unit_test_setup_teardown(bad_text_is_refused, make_context, free_context),
       cmocka_unit_test_setup_teardown(every_cut_is_refused_or_parsed, make_context, free_context),
   };
