@@ -80,17 +80,13 @@ typedef struct rewrite {
   size_t count;
 } rewrite;
 
-/* The names of a list separated by commas; NULL: all passes of the canonicalise and recognise stages. */
+/* The names of a list separated by commas; room for a report for each, or for each pass of the table. */
 static eg_status split_passes(rewrite *r, const char *passes) {
   size_t capacity = egi_pass_count() + 1;
   for (const char *c = passes; c != NULL && *c != '\0'; c++) capacity += *c == ',';
   r->names = EGI_NEW(&r->arena, const char *, capacity);
   r->reports = EGI_NEW(&r->arena, egi_pass_report, capacity);
   if (r->names == NULL || r->reports == NULL) return EG_ERROR_MEMORY;
-  for (size_t i = 0; i < egi_pass_count() && passes == NULL; i++) {
-    egi_stage stage = egi_pass_at(i)->stage;
-    if (stage == EGI_STAGE_CANONICALISE || stage == EGI_STAGE_RECOGNISE) r->names[r->count++] = egi_pass_at(i)->name;
-  }
   while (passes != NULL && *passes != '\0') {
     size_t length = strcspn(passes, ",");
     char *name = egi_arena_copy_text(&r->arena, passes, length);
@@ -146,12 +142,23 @@ static eg_status make_report(const rewrite *r, eg_context *ctx, char **out_repor
   return report != NULL ? EG_OK : EG_ERROR_MEMORY;
 }
 
+/* Both stages; reports of their passes alone. */
+static eg_status recognise(rewrite *r, egi_graph *graph, const egi_pipeline_options *options) {
+  EG_TRY(egi_passes_recognise(graph, options, r->reports));
+  for (size_t i = 0; i < egi_pass_count(); i++)
+    if (egi_pass_at(i)->stage <= EGI_STAGE_RECOGNISE) r->reports[r->count++] = r->reports[i];
+  return EG_OK;
+}
+
 /* The passes work on a clone, so that the model is unchanged after an error. */
 static eg_status rewrite_clone(eg_model *model, rewrite *r, const char *passes, bool verify, egi_module *clone) {
   egi_pipeline_options options = {.verify = verify};
   char *report;
   EG_TRY(split_passes(r, passes));
-  EG_TRY(egi_passes_run(clone->graphs[0], r->names, r->count, &options, r->reports));
+  if (passes == NULL)
+    EG_TRY(recognise(r, clone->graphs[0], &options));
+  else
+    EG_TRY(egi_passes_run(clone->graphs[0], r->names, r->count, &options, r->reports));
   EG_TRY(make_report(r, model->ctx, &report));
   if (model->report != NULL) egi_release(model->ctx, EGI_PURPOSE_GRAPH, model->report, strlen(model->report) + 1);
   model->report = report;

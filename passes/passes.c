@@ -75,18 +75,32 @@ eg_status egi_passes_run(egi_graph *graph, const char *const *names, size_t n_na
   return EG_OK;
 }
 
-eg_status egi_passes_run_stage(egi_graph *graph, egi_stage stage, const egi_pipeline_options *options) {
+/* `reports`: rows in the order of the table. */
+static eg_status run_stage(egi_graph *graph, egi_stage stage, const egi_pipeline_options *options,
+                           egi_pass_report *reports) {
   unsigned n_rounds = stage == EGI_STAGE_CANONICALISE ? MAX_ROUNDS : 1;
   for (unsigned round = 0; round < n_rounds; round++) {
     bool has_any_changed = false;
     for (size_t i = 0; i < EGI_COUNT(passes); i++) {
       if (passes[i].stage != stage) continue;
-      egi_pass_report report = {.pass = passes[i].name};
       bool has_changed = false;
-      EG_TRY(run_pass(graph, &passes[i], options, &report, &has_changed));
+      EG_TRY(run_pass(graph, &passes[i], options, &reports[i], &has_changed));
       has_any_changed = has_any_changed || has_changed;
     }
     if (!has_any_changed) break;
   }
   return EG_OK;
+}
+
+eg_status egi_passes_run_stage(egi_graph *graph, egi_stage stage, const egi_pipeline_options *options) {
+  egi_pass_report reports[EGI_COUNT(passes)] = {{0}};
+  return run_stage(graph, stage, options, reports);
+}
+
+eg_status egi_passes_recognise(egi_graph *graph, const egi_pipeline_options *options, egi_pass_report *reports) {
+  static const char *const rest[] = {"eliminate_common", "eliminate_dead"};
+  for (size_t i = 0; i < EGI_COUNT(passes); i++) reports[i] = (egi_pass_report){.pass = passes[i].name};
+  EG_TRY(run_stage(graph, EGI_STAGE_CANONICALISE, options, reports));
+  EG_TRY(run_stage(graph, EGI_STAGE_RECOGNISE, options, reports));
+  return egi_passes_run(graph, rest, EGI_COUNT(rest), options, NULL);
 }

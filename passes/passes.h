@@ -85,6 +85,9 @@ eg_status egi_passes_run(egi_graph *graph, const char *const *names, size_t n_na
                          const egi_pipeline_options *options, egi_pass_report *reports);
 /* All passes of a stage, canonicalise to a fixed point. */
 eg_status egi_passes_run_stage(egi_graph *graph, egi_stage stage, const egi_pipeline_options *options);
+/* The canonicalise and recognise stages, and what recognition left over is cleared away. `reports` has a row for each
+ * pass of the table, filled over all rounds. */
+eg_status egi_passes_recognise(egi_graph *graph, const egi_pipeline_options *options, egi_pass_report *reports);
 
 /* ---- what name_modules finds ---------------------------------------------------------------------------------- */
 
