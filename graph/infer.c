@@ -27,6 +27,7 @@ static bool may_be_absent(const egi_inference *in, unsigned index) {
   const egi_op_info *info = egi_op_get(in->node->op);
   if (in->node->op == EGI_OP_Loop && index < 2) return true;
   if (in->node->op == EGI_OP_LinearAttentionGrad && index >= 3 && index <= 5) return true;
+  if ((in->node->op == EGI_OP_MoE || in->node->op == EGI_OP_MoEGrad) && index == 2) return true;
   if (in->node->op == EGI_OP_AttentionGrad && index == 3) return true;
   if (in->node->op == EGI_OP_MaskedAttentionGrad && (index == 3 || index == 4)) return true;
   return index >= info->in_min && info->in_max != 255;

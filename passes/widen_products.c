@@ -20,6 +20,7 @@ static bool is_narrow_product(const egi_graph *graph, const egi_node *node) {
   case EGI_OP_Softmax:
   case EGI_OP_LogSoftmax:
   case EGI_OP_Attention:
+  case EGI_OP_MoE:
   case EGI_OP_MaskedAttention:
     break;
   default:

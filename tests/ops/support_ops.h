@@ -14,7 +14,7 @@
 
 #include "backend/backend.h"
 
-#define OPS_MAX_OPERANDS 8
+#define OPS_MAX_OPERANDS 32
 
 /* Made once for a program: ops_set_up and ops_tear_down are the group fixtures of cmocka; *state is the environment. */
 typedef struct ops_environment {
@@ -35,7 +35,7 @@ typedef struct ops_case {
   egi_arena arena; /* of all values */
   ops_environment *environment;
   egi_op op;
-  egi_attribute attributes[8];
+  egi_attribute attributes[24];
   unsigned n_attributes;
   ops_tensor inputs[OPS_MAX_OPERANDS], outputs[OPS_MAX_OPERANDS];
   unsigned n_inputs, n_outputs;

@@ -227,6 +227,35 @@ static const gradient_case cases[] = {
     {"(double[2,3,4] x, double[5,4] w) => (float[2,3] y) <int64[2,3] t = {0,4,-100,2,2,1}>\n"
      "{ u = Transpose (w)  y, lse = engraft.LinearLogProbability (x, u, t) }",
      -1, 1, 1e-2, 1e-4, NULL},
+    /* mixtures of experts: concatenated, softmax before; gpt-oss's; one input an expert; groups; packed */
+    {"(double[2,3,4] x, double[6,4] l, double[4,6,4] g, double[4,4,3] d) => (double[2,3,4] y)\n"
+     "{ y = engraft.MoE <experts = 4, top_k = 2, normalise = 1, roles = [1, 0, 0, 0, 1, 0]> (x, l, , g, d) }",
+     -1, 1, 0, 0, NULL},
+    {"(double[6,4] x, double[6,4] l, double[4,4,6] g, double[4,6] gb, double[4,3,4] d, double[4,4] db) => (double[6,4] "
+     "y)\n"
+     "{ y = engraft.MoE <experts = 4, top_k = 2, order = \"after\", gate_up = \"interleaved\", alpha = 1.702, limit = "
+     "0.9, "
+     "offset = 1.0, roles = [1, 1, 0, 0, 1, 1], transposed = [1, 0, 1]> (x, l, , g, gb, d, db) }",
+     -1, 1, 0, 0, NULL},
+    {"(double[5,4] x, double[5,2] l, double[3,4] g0, double[3,4] g1, double[3,4] u0, double[3,4] u1, double[4,3] d0,\n"
+     "double[4,3] d1) => (double[5,4] y) { y = engraft.MoE <experts = 2, top_k = 1, scoring = \"sigmoid\", order = "
+     "\"after\", gate_up = \"separate\", activation = \"gelu\", roles = [2, 0, 2, 0, 2, 0]> (x, l, , g0, g1, u0, u1, "
+     "d0, "
+     "d1) }",
+     -1, 1, 0, 0, NULL},
+    {"(double[5,4] x, double[5,6] l, double[6,3,4] g, double[6,4,3] d) => (double[5,4] y) <double[6] c = "
+     "{0.1,0.4,0.2,0.3,0.1,0.2}>\n"
+     "{ y = engraft.MoE <experts = 6, top_k = 2, scoring = \"sigmoid\", normalise = 1, routed_scale = 2.5, groups = 3, "
+     "top_groups = 2, gate_up = \"none\", activation = \"gelu_tanh\", roles = [1, 0, 0, 0, 1, 0]> (x, l, c, g, d) }",
+     -1, 1, 0, 0, NULL},
+    {"(double[3,4] x, double[3,2] l) => (double[3,4] y) <uint8[2,2,2] g = {18,52,86,120,154,188,222,240}, uint8[2,4,1] "
+     "d = "
+     "{1,2,3,4,5,6,7,8}, double[2,2,2] gs = {0.1,0.2,0.3,0.1,0.2,0.3,0.1,0.2}, double[2,4,1] ds = "
+     "{0.1,0.2,0.3,0.1,0.2,0.3,0.1,0.2}, uint8[2,2,1] z = {135,118,152,103}>\n"
+     "{ y = engraft.MoE <experts = 2, top_k = 2, storage = \"nbits\", bits = 4, block_size = 2, gate_up = "
+     "\"interleaved\", activation = \"relu\", roles = [1, 0, 0, 0, 1, 0, 1, 1, 0, 0, 1, 0]> (x, l, , g, d, gs, z, ds) "
+     "}",
+     -1, 1, 0, 0, NULL},
     {"(double[2,4,9] x, double[6,2,3] w, double[6] b) => (double[2,6,5] y)\n"
      "{ y = Conv <group = 2, pads = [1,1], strides = [2]> (x, w, b) }",
      -2, 2, 0, 0, NULL},

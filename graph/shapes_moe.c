@@ -1,0 +1,102 @@
+/* Shape rules: engraft.MoE and its gradient. */
+#include "graph/moe.h"
+#include "graph/shapes.h"
+
+static bool number_of(const egi_inference *in, egi_dim dim, int64_t *out) {
+  return egi_dim_value(in->dims, egi_dim_resolve(in->dims, dim), out);
+}
+
+/* An operand is [first, second] for one expert, or stacked over all of them. */
+static eg_status check_operand(const egi_inference *in, const egi_moe *moe, egi_moe_role role, const int64_t *sizes,
+                               int rank) {
+  for (uint32_t i = 0; i < moe->counts[role]; i++) {
+    unsigned input = moe->first[role] + i;
+    const egi_value *value = egi_shape_input(in, input);
+    int n_stacked = moe->counts[role] == 1 ? 1 : 0; /* sizes[0] is that of the stack */
+    EG_TRY(egi_shape_check_input_rank(in, input, rank + n_stacked));
+    for (int k = 1 - n_stacked; k <= rank; k++)
+      EG_TRY(egi_shape_equal(in, "an expert's operand", value->dims[k - 1 + n_stacked],
+                             egi_dim_constant(in->dims, sizes[k]), NULL));
+  }
+  return EG_OK;
+}
+
+/* Rows and columns of a role's matrix [N, K], read from its first input; quantised ones have K from outside. */
+static bool matrix_rows(const egi_inference *in, const egi_moe *moe, egi_moe_role role, int64_t *out_rows) {
+  const egi_value *value = egi_shape_input(in, moe->first[role]);
+  if (value->rank < 2) return false;
+  int row = value->rank - (moe->is_transposed[role / 2] ? 1 : 2);
+  return number_of(in, value->dims[row], out_rows);
+}
+
+static eg_status check_matrix(const egi_inference *in, const egi_moe *moe, egi_moe_role role, int64_t n_experts,
+                              const int64_t size[2]) {
+  int64_t n = size[0], k = size[1];
+  egi_moe_role scales = (egi_moe_role)(EGI_MOE_GATE_SCALES + role), zeros = (egi_moe_role)(EGI_MOE_GATE_ZEROS + role);
+  EG_TRY(check_operand(in, moe, (egi_moe_role)(role + 1), (const int64_t[]){n_experts, n}, 1));
+  if (!moe->is_quantised) {
+    bool is_transposed = moe->is_transposed[role / 2];
+    return check_operand(in, moe, role, (const int64_t[]){n_experts, is_transposed ? k : n, is_transposed ? n : k}, 2);
+  }
+  int64_t block = moe->block_size > 0 ? moe->block_size : k, blocks = (k + block - 1) / block;
+  EG_TRY(check_operand(in, moe, role, (const int64_t[]){n_experts, n, (k * moe->bits + 7) / 8}, 2));
+  EG_TRY(check_operand(in, moe, scales, (const int64_t[]){n_experts, n, blocks}, 2));
+  if (moe->counts[scales] == 0) return egi_shape_fail(in, "quantised experts without scales");
+  return check_operand(in, moe, zeros, (const int64_t[]){n_experts, n, (blocks * moe->bits + 7) / 8}, 2);
+}
+
+/* What both operators take; *out_hidden: columns of the saved products with gate (and up). */
+static eg_status check(const egi_inference *in, egi_moe *moe, int64_t *out_hidden) {
+  const egi_value *x = egi_shape_input(in, EGI_MOE_X), *logits = egi_shape_input(in, EGI_MOE_LOGITS);
+  int64_t width = 0, n_experts = 0, gate = 0, up = 0;
+  if (x == NULL || logits == NULL || x->rank < 1 || logits->rank < 1)
+    return egi_shape_fail(in, "hidden states and router logits are rows");
+  if (!number_of(in, x->dims[x->rank - 1], &width) || !number_of(in, logits->dims[logits->rank - 1], &n_experts))
+    return egi_shape_fail(in, "the hidden size or the number of experts is not known");
+  EG_TRY(egi_shape_equal(in, "rows of hidden states and router logits", egi_shape_product(in, x->dims, 0, x->rank - 1),
+                         egi_shape_product(in, logits->dims, 0, logits->rank - 1), NULL));
+  EG_TRY(egi_moe_read(in->graph, in->id, moe));
+  if (moe->n_experts != n_experts)
+    return egi_shape_fail(in, "router logits of %lld experts, not %lld", (long long)n_experts,
+                          (long long)moe->n_experts);
+  const egi_value *correction = egi_shape_input(in, EGI_MOE_CORRECTION);
+  if (correction != NULL) {
+    EG_TRY(egi_shape_check_input_rank(in, EGI_MOE_CORRECTION, 1));
+    EG_TRY(egi_shape_equal(in, "the correction", correction->dims[0], egi_dim_constant(in->dims, n_experts), NULL));
+  }
+  if (!matrix_rows(in, moe, EGI_MOE_GATE, &gate)) return egi_shape_fail(in, "sizes of its experts are not known");
+  EG_TRY(check_matrix(in, moe, EGI_MOE_GATE, n_experts, (const int64_t[]){gate, width}));
+  bool is_joint = moe->form == EGI_MOE_CONCATENATED || moe->form == EGI_MOE_INTERLEAVED;
+  if (is_joint && gate % 2 != 0) return egi_shape_fail(in, "gate and up do not share %lld rows", (long long)gate);
+  up = is_joint ? gate / 2 : gate;
+  if (moe->form == EGI_MOE_SEPARATE)
+    EG_TRY(check_matrix(in, moe, EGI_MOE_UP, n_experts, (const int64_t[]){gate, width}));
+  EG_TRY(check_matrix(in, moe, EGI_MOE_DOWN, n_experts, (const int64_t[]){width, up}));
+  *out_hidden = moe->form == EGI_MOE_SEPARATE ? 2 * gate : gate;
+  return EG_OK;
+}
+
+eg_status egi_shape_moe(egi_inference *in) {
+  egi_moe moe;
+  int64_t hidden = 0;
+  EG_TRY(check(in, &moe, &hidden));
+  const egi_value *x = egi_shape_input(in, EGI_MOE_X);
+  egi_dim rows = egi_shape_product(in, x->dims, 0, x->rank - 1), k = egi_dim_constant(in->dims, moe.top_k);
+  const egi_dim routing[2] = {rows, k};
+  const egi_dim saved[2] = {egi_dim_multiply(in->dims, rows, k), egi_dim_constant(in->dims, hidden)};
+  EG_TRY(egi_shape_set_like(in, 0, x));
+  EG_TRY(egi_shape_set(in, 1, EG_DTYPE_I32, 2, routing));
+  EG_TRY(egi_shape_set(in, 2, x->dtype, 2, routing));
+  return egi_shape_set(in, 3, x->dtype, 2, saved);
+}
+
+/* The gradient of each input of the forward node. */
+eg_status egi_shape_moe_grad(egi_inference *in) {
+  egi_moe moe;
+  int64_t hidden = 0;
+  EG_TRY(check(in, &moe, &hidden));
+  for (unsigned i = 0; i < moe.n_inputs && i < in->node->n_outputs; i++)
+    if (in->node->outputs[i] != 0 && egi_shape_input(in, i) != NULL)
+      EG_TRY(egi_shape_set_like(in, i, egi_shape_input(in, i)));
+  return EG_OK;
+}
