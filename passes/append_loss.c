@@ -3,6 +3,7 @@
  * logits. Precondition: inferred, after name_modules. Refused when a graph has a loss already. */
 #include <string.h>
 
+#include "graph/linear.h"
 #include "passes/passes.h"
 
 typedef struct appender {
@@ -50,6 +51,21 @@ static bool read_gemm(appender *state, const egi_node *node, head *out_head) {
   return state->emit.status == EG_OK;
 }
 
+/* The weight [out, in] is turned, or what it is itself a transpose of is taken. */
+static bool read_linear(appender *state, const egi_node *node, head *out_head) {
+  egi_value_id bias = node->n_inputs > EGI_LINEAR_BIAS ? node->inputs[EGI_LINEAR_BIAS] : 0;
+  if (egi_linear_is_quantised(node) || !read_matmul(state->graph, node, out_head)) return false;
+  if (bias != 0 && out_head->bias != 0) return false;
+  if (bias != 0) out_head->bias = bias;
+  const egi_value *weight = &state->graph->values[out_head->weight];
+  const egi_node *turn = &state->graph->nodes[weight->producer];
+  if (weight->kind == EGI_VALUE_NODE && turn->op == EGI_OP_Transpose)
+    out_head->weight = turn->inputs[0];
+  else
+    out_head->weight = egi_emit_unary(&state->emit, EGI_OP_Transpose, out_head->weight);
+  return state->emit.status == EG_OK;
+}
+
 /* A Reshape that only takes rows apart or together: the last dim stays. */
 static bool keeps_columns(const egi_graph *graph, egi_value_id from, egi_value_id to) {
   const egi_value *a = &graph->values[from], *b = &graph->values[to];
@@ -72,6 +88,8 @@ static bool find_fusible_head(appender *state, head *out_head, const char **out_
       return !has_adapter(state, node) && read_matmul(graph, node, out_head);
     case EGI_OP_Gemm:
       return !has_adapter(state, node) && read_gemm(state, node, out_head);
+    case EGI_OP_Linear:
+      return !has_adapter(state, node) && read_linear(state, node, out_head);
     case EGI_OP_Identity:
       break;
     case EGI_OP_Cast:

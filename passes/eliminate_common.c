@@ -73,6 +73,7 @@ static eg_status merge_weight(merger *state, egi_value_id id) {
 static bool is_mergeable(const egi_graph *graph, const egi_node *node) {
   if (node->op == EGI_OP_NONE || node->op == EGI_OP_UNKNOWN || node->op == EGI_OP_Barrier) return false;
   if (egi_op_get(node->op)->flags & EGI_OP_EFFECT) return false;
+  if (node->op == EGI_OP_Linear) return false; /* two modules of one weight stay two */
   if (node->op != EGI_OP_MatMul && node->op != EGI_OP_Gemm) return true;
   bool is_transposed = false;
   return egi_weight_below(graph, node->inputs[1], &is_transposed) == 0;

@@ -1,6 +1,7 @@
 /* Nodes whose inputs are all constants are evaluated once and become constants. Parameters stay what they are: layout
  * operators and casts of float tensors are left to the planner, which needs no copy for them, and so is arithmetic on
- * named weights. Results are bounded in size. Ends because each folded node goes and none is added. */
+ * named weights; quantised matrices stay quantised. Results are bounded in size. Ends because each folded node goes and
+ * none is added. */
 #include <string.h>
 
 #include "passes/passes.h"
@@ -69,6 +70,7 @@ static bool is_measured(egi_op op) {
 static bool is_foldable(const egi_graph *graph, const egi_node *node) {
   if (node->op == EGI_OP_NONE || node->op == EGI_OP_UNKNOWN || node->op == EGI_OP_Barrier) return false;
   if (node->n_inputs > MAX_OPERANDS || node->n_outputs > MAX_OPERANDS) return false;
+  if (node->op == EGI_OP_DequantizeLinear && graph->values[node->inputs[0]].rank > 1) return false; /* stays small */
   if (egi_op_get(node->op)->flags & EGI_OP_EFFECT) return false;
   for (unsigned i = 0; i < node->n_outputs; i++) {
     if (node->outputs[i] != 0 && egi_graph_is_output(graph, node->outputs[i])) return false;

@@ -76,7 +76,7 @@ static eg_status make_adapter_state(grafter *state, const char *path, char which
 static eg_status graft_one(grafter *state, const egi_linear *linear, const egi_adapter_target *target) {
   egi_graph *graph = state->graph;
   const int64_t a_dims[2] = {target->rank, linear->in_features}, b_dims[2] = {linear->out_features, target->rank};
-  egi_value_id a = 0, b = 0, x = graph->nodes[linear->node].inputs[0], y = graph->nodes[linear->node].outputs[0];
+  egi_value_id a = 0, b = 0, x = graph->nodes[linear->node].inputs[0], y = linear->result;
   if (graph->values[x].dtype != EG_DTYPE_F32)
     return egi_fail_node(graph, linear->node, EG_ERROR_UNSUPPORTED, "an adapter needs float32, this computes in %s",
                          egi_dtype_name(graph->values[x].dtype));
@@ -168,9 +168,21 @@ static eg_status replace_one(grafter *state, const egi_parameter *parameter) {
   return egi_replace_parameter(state->graph, parameter, value);
 }
 
+/* Quantised weights have no gradient: all of them must be known before anything is replaced. */
+static eg_status refuse_quantised(const grafter *state, const egi_operand *operands, size_t n) {
+  for (size_t i = 0; i < n; i++)
+    if (operands[i].role == EGI_ROLE_QUANTISED)
+      return egi_fail_node(state->graph, operands[i].node, EG_ERROR_UNSUPPORTED,
+                           "its weight is stored quantised and cannot be trained: train adapters instead");
+  return EG_OK;
+}
+
 static eg_status replace_all(grafter *state) {
   egi_parameter *parameters = NULL;
-  size_t n_parameters = 0;
+  size_t n_parameters = 0, n_operands = 0;
+  egi_operand *operands = NULL;
+  EG_TRY(egi_find_operands(state->graph, &state->arena, &operands, &n_operands));
+  EG_TRY(refuse_quantised(state, operands, n_operands));
   EG_TRY(egi_find_parameters(state->graph, &state->arena, &parameters, &n_parameters));
   if (n_parameters == 0)
     return egi_fail(state->run->ctx, EG_ERROR_DATA, "the model has no weights that can be trained");

@@ -6,15 +6,22 @@
 typedef struct lister {
   const egi_graph *graph;
   egi_arena *arena;
+  egi_uses uses; /* read where a layer has parts; empty until then */
   egi_linear *list;
   uint32_t count, capacity;
   egi_map paths; /* path -> index */
 } lister;
 
+static bool last_size(const egi_graph *graph, egi_value_id value, int64_t *out_size) {
+  const egi_value *row = &graph->values[value];
+  return row->rank > 0 && egi_dim_value(graph->module->dims, row->dims[row->rank - 1], out_size);
+}
+
 static bool is_linear(const egi_graph *graph, const egi_operand *operand) {
   const egi_node *node = &graph->nodes[operand->node];
-  if (operand->role != EGI_ROLE_MATRIX || (node->op != EGI_OP_MatMul && node->op != EGI_OP_Gemm)) return false;
-  return node->scope && node->scope[0] && graph->values[operand->weight].rank == 2;
+  bool is_matrix = operand->role == EGI_ROLE_MATRIX && graph->values[operand->weight].rank == 2;
+  if (node->op != EGI_OP_MatMul && node->op != EGI_OP_Gemm && node->op != EGI_OP_Linear) return false;
+  return node->scope && node->scope[0] && (is_matrix || operand->role == EGI_ROLE_QUANTISED);
 }
 
 /* Two layers inside one module would have one name: the second is told apart by a number, as PEFT can't be either. */
@@ -30,21 +37,84 @@ static eg_status unique_path(lister *state, const egi_linear *linear, const char
   return egi_map_put(&state->paths, path, state->count);
 }
 
+static eg_status add_one(lister *state, const egi_linear *linear) {
+  EG_TRY(EGI_GROW(state->arena, &state->list, state->count, &state->capacity));
+  state->list[state->count] = *linear;
+  EG_TRY(unique_path(state, linear, &state->list[state->count].path));
+  state->count++;
+  return EG_OK;
+}
+
+/* ---- parts ------------------------------------------------------------------------------------------------------ */
+
+/* The path of a part: the layer's own with another last name. */
+static const char *part_path(egi_arena *arena, const char *path, const char *name, size_t length) {
+  const char *dot = strrchr(path, '.');
+  return egi_arena_format(arena, "%.*s%.*s", dot ? (int)(dot - path) + 1 : 0, path, (int)length, name);
+}
+
+static unsigned count_names(const char *names) {
+  unsigned count = 1;
+  for (const char *at = names; *at; at++) count += *at == ' ';
+  return count;
+}
+
+/* The Split along the last axis that takes the layer's result apart, its only user; NULL: none. */
+static eg_status find_split(lister *state, egi_node_id id, const egi_node **out_split) {
+  const egi_graph *graph = state->graph;
+  egi_value_id y = graph->nodes[id].outputs[0];
+  *out_split = NULL;
+  if (!state->uses.start) EG_TRY(egi_graph_uses(graph, state->arena, &state->uses));
+  if (egi_graph_is_output(graph, y) || state->uses.start[y + 1] - state->uses.start[y] != 1) return EG_OK;
+  const egi_node *node = &graph->nodes[state->uses.list[state->uses.start[y]]];
+  int64_t axis = egi_node_int(node, "axis", 0);
+  if (node->op == EGI_OP_Split && (axis == -1 || axis == graph->values[y].rank - 1)) *out_split = node;
+  return EG_OK;
+}
+
+/* A layer for each part; *out_done false where the graph does not show them. */
+static eg_status add_parts(lister *state, const egi_linear *whole, const char *names, bool *out_done) {
+  const egi_graph *graph = state->graph;
+  const egi_node *split = NULL;
+  *out_done = false;
+  EG_TRY(find_split(state, whole->node, &split));
+  if (!split || split->n_outputs != count_names(names)) return EG_OK;
+  for (unsigned i = 0; i < split->n_outputs; i++) {
+    int64_t size = 0;
+    if (split->outputs[i] == 0 || !last_size(graph, split->outputs[i], &size)) return EG_OK;
+  }
+  for (unsigned i = 0; i < split->n_outputs; i++) {
+    egi_linear part = *whole;
+    size_t length = strcspn(names, " ");
+    (void)last_size(graph, split->outputs[i], &part.out_features);
+    part.result = split->outputs[i];
+    part.path = part_path(state->arena, whole->path, names, length);
+    if (!part.path) return EG_ERROR_MEMORY;
+    EG_TRY(add_one(state, &part));
+    names += names[length] ? length + 1 : length;
+  }
+  *out_done = true;
+  return EG_OK;
+}
+
+/* ---- layers ----------------------------------------------------------------------------------------------------- */
+
 static eg_status add_linear(lister *state, const egi_operand *operand, egi_node_id head) {
   const egi_graph *graph = state->graph;
-  const egi_value *weight = &graph->values[operand->weight];
-  egi_linear linear = {.path = graph->nodes[operand->node].scope,
+  const egi_node *node = &graph->nodes[operand->node];
+  egi_linear linear = {.path = node->scope,
                        .node = operand->node,
                        .weight = operand->weight,
+                       .result = node->outputs[0],
                        .is_transposed = operand->is_transposed,
+                       .is_quantised = operand->role == EGI_ROLE_QUANTISED,
                        .is_head = operand->node == head};
-  int in_axis = operand->is_transposed ? 1 : 0;
-  if (!egi_dim_value(graph->module->dims, weight->dims[in_axis], &linear.in_features)) return EG_OK;
-  if (!egi_dim_value(graph->module->dims, weight->dims[1 - in_axis], &linear.out_features)) return EG_OK;
-  EG_TRY(unique_path(state, &linear, &linear.path));
-  EG_TRY(EGI_GROW(state->arena, &state->list, state->count, &state->capacity));
-  state->list[state->count++] = linear;
-  return EG_OK;
+  if (!last_size(graph, node->inputs[0], &linear.in_features)) return EG_OK;
+  if (!last_size(graph, node->outputs[0], &linear.out_features)) return EG_OK;
+  const char *parts = egi_node_string(node, EGI_PARTS, "");
+  bool is_done = false;
+  if (parts[0] != '\0') EG_TRY(add_parts(state, &linear, parts, &is_done));
+  return is_done ? EG_OK : add_one(state, &linear);
 }
 
 eg_status egi_find_linears(const egi_graph *graph, egi_arena *arena, egi_linear **out_linears, size_t *out_count) {

@@ -93,9 +93,13 @@ static eg_status scope_from_weight(namer *state, egi_node *node, const egi_opera
   const char *name = graph->module->weights[graph->values[operand->weight].index].name;
   if (!egi_is_parameter_name(name)) return EG_OK;
   size_t length = (size_t)(strrchr(name, '.') - name);
-  static const char operator_name[] = ".MatMul";
-  size_t n_operator = sizeof(operator_name) - 1;
-  if (length > n_operator && strncmp(name + length - n_operator, operator_name, n_operator) == 0) length -= n_operator;
+  static const char *const operators[] = {".MatMul", ".Add", ".MatMulNBits"};
+  for (size_t i = 0; i < EGI_COUNT(operators); i++) {
+    size_t n = strlen(operators[i]);
+    if (length <= n || strncmp(name + length - n, operators[i], n) != 0) continue;
+    length -= n;
+    break;
+  }
   node->scope = egi_arena_copy_text(&state->graph->module->arena, name, length);
   state->run->has_changed = true;
   return node->scope ? EG_OK : EG_ERROR_MEMORY;
@@ -161,6 +165,25 @@ static eg_status final_scope(namer *state, const char *scope, const char **out_s
   return EG_OK;
 }
 
+/* What onnxruntime-genai fuses is three modules in the Hugging Face model: rows of q, then k, then v. Its name for the
+ * module around it, attn, tells its files from those of models that are fused themselves. */
+static bool is_fused_projection(const char *scope) {
+  static const char fused[] = "attn.qkv_proj";
+  size_t length = strlen(scope), n_fused = sizeof(fused) - 1;
+  if (length <= n_fused || strcmp(scope + length - n_fused, fused) != 0 || scope[length - n_fused - 1] != '.')
+    return false;
+  size_t end = length - n_fused - 1, start = end; /* the number before it, and "layers." before that */
+  while (start > 0 && scope[start - 1] >= '0' && scope[start - 1] <= '9') start--;
+  return start < end && start >= 7 && strncmp(scope + start - 7, "layers.", 7) == 0;
+}
+
+static eg_status name_parts(namer *state, egi_node_id id) {
+  const egi_node *node = &state->graph->nodes[id];
+  const egi_attribute parts = egi_attribute_string(EGI_PARTS, "q_proj k_proj v_proj");
+  if (node->op != EGI_OP_Linear || !is_fused_projection(node->scope)) return EG_OK;
+  return egi_node_set_attribute(state->graph, id, &parts);
+}
+
 static eg_status rename_scopes(namer *state) {
   egi_graph *graph = state->graph;
   for (egi_node_id id = 1; id < graph->n_nodes; id++) {
@@ -168,6 +191,8 @@ static eg_status rename_scopes(namer *state) {
     if (node->op == EGI_OP_NONE || !has_scope(node)) continue;
     const char *scope = NULL;
     state->run->report->n_tried++;
+    EG_TRY(name_parts(state, id));
+    node = &graph->nodes[id];
     EG_TRY(final_scope(state, node->scope, &scope));
     if (strcmp(scope, node->scope) == 0) continue;
     node->scope = scope;

@@ -2,6 +2,7 @@
  * that name, adapt and train. One sweep in execution order. */
 #include <string.h>
 
+#include "graph/linear.h"
 #include "passes/passes.h"
 
 typedef struct finder {
@@ -23,6 +24,11 @@ static bool is_rotary_table(const char *name) {
   leaf = leaf ? leaf + 1 : name;
   if (slash && slash + 1 > leaf) leaf = slash + 1;
   return egi_has_prefix(leaf, "cos") || egi_has_prefix(leaf, "sin") || strstr(leaf, "cos_") || strstr(leaf, "sin_");
+}
+
+static bool is_small_integer(eg_dtype dtype) {
+  egi_dtype_class kind = egi_dtype_kind(dtype);
+  return (kind == EGI_CLASS_INTEGER || kind == EGI_CLASS_UNSIGNED) && egi_dtype_bits(dtype) <= 8;
 }
 
 /* Elements along the last axis when all other dims are 1 and there is more than one element, else 0. */
@@ -56,6 +62,33 @@ static eg_status add_operand(finder *state, egi_node_id id, unsigned input, egi_
   state->list[state->count++] =
       (egi_operand){.node = id, .input = input, .weight = weight, .role = role, .is_transposed = is_transposed};
   return EG_OK;
+}
+
+/* The codes of a quantised matrix below a MatMul or Gemm. */
+static eg_status add_codes(finder *state, egi_node_id id, unsigned input, bool is_transposed) {
+  const egi_graph *graph = state->graph;
+  egi_node_id below = egi_dequantised_below(graph, graph->nodes[id].inputs[input], &is_transposed);
+  if (below == 0) return EG_OK;
+  EG_TRY(EGI_GROW(state->arena, &state->list, state->count, &state->capacity));
+  state->list[state->count++] = (egi_operand){.node = id,
+                                              .input = input,
+                                              .weight = graph->nodes[below].inputs[0],
+                                              .role = EGI_ROLE_QUANTISED,
+                                              .is_transposed = is_transposed};
+  return EG_OK;
+}
+
+/* Of a Linear, whose own form is [out, in]. */
+static eg_status add_linear(finder *state, egi_node_id id) {
+  const egi_node *node = &state->graph->nodes[id];
+  egi_value_id weight = node->inputs[EGI_LINEAR_WEIGHT];
+  if (!egi_linear_is_quantised(node)) {
+    EG_TRY(add_operand(state, id, EGI_LINEAR_WEIGHT, EGI_ROLE_MATRIX, true));
+  } else if (state->graph->values[weight].kind == EGI_VALUE_WEIGHT) {
+    EG_TRY(EGI_GROW(state->arena, &state->list, state->count, &state->capacity));
+    state->list[state->count++] = (egi_operand){id, EGI_LINEAR_WEIGHT, weight, EGI_ROLE_QUANTISED, true};
+  }
+  return add_operand(state, id, EGI_LINEAR_BIAS, EGI_ROLE_BIAS, false);
 }
 
 static bool is_scalar_constant(const egi_graph *graph, egi_value_id value) {
@@ -98,11 +131,26 @@ static eg_status add_vector_operand(finder *state, egi_node_id id) {
   return EG_OK;
 }
 
+/* Codes of 8 bits and less, as they are or dequantised: the rows gathered are embedded tokens all the same. */
+static bool is_quantised_table(const egi_graph *graph, egi_value_id value) {
+  bool is_transposed = false;
+  if (egi_dequantised_below(graph, value, &is_transposed) != 0) return true;
+  while (graph->values[value].kind == EGI_VALUE_NODE) {
+    const egi_node *node = &graph->nodes[graph->values[value].producer];
+    if (!(egi_op_get(node->op)->flags & EGI_OP_VIEW)) return false;
+    value = node->inputs[0];
+  }
+  const egi_value *row = &graph->values[value];
+  return row->kind == EGI_VALUE_WEIGHT && row->rank >= 2 && is_small_integer(row->dtype);
+}
+
 static eg_status add_table(finder *state, egi_node_id id) {
   const egi_graph *graph = state->graph;
   const egi_node *node = &graph->nodes[id];
   bool is_transposed = false;
-  if (egi_node_int(node, "axis", 0) != 0 || graph->values[node->inputs[0]].rank != 2) return EG_OK;
+  if (egi_node_int(node, "axis", 0) != 0) return EG_OK;
+  if (is_quantised_table(graph, node->inputs[0])) state->is_hidden[node->outputs[0]] = true;
+  if (graph->values[node->inputs[0]].rank != 2) return EG_OK;
   egi_value_id weight = egi_weight_below(graph, node->inputs[0], &is_transposed);
   if (weight == 0 || is_rotary_table(weight_row(graph, weight)->name)) return EG_OK;
   uint32_t before = state->count;
@@ -118,9 +166,14 @@ static eg_status visit(finder *state, egi_node_id id) {
   case EGI_OP_Gather:
     return add_table(state, id);
   case EGI_OP_MatMul:
-    return is_hidden ? add_operand(state, id, 1, EGI_ROLE_MATRIX, false) : EG_OK;
+    if (!is_hidden) return EG_OK;
+    EG_TRY(add_codes(state, id, 1, false));
+    return add_operand(state, id, 1, EGI_ROLE_MATRIX, false);
+  case EGI_OP_Linear:
+    return is_hidden ? add_linear(state, id) : EG_OK;
   case EGI_OP_Gemm:
     if (!is_hidden || egi_node_int(node, "transA", 0) != 0) return EG_OK;
+    EG_TRY(add_codes(state, id, 1, egi_node_int(node, "transB", 0) != 0));
     EG_TRY(add_operand(state, id, 1, EGI_ROLE_MATRIX, egi_node_int(node, "transB", 0) != 0));
     return add_operand(state, id, 2, EGI_ROLE_BIAS, false);
   case EGI_OP_LinearLogProbability:
@@ -146,7 +199,8 @@ static void spread(finder *state, egi_node_id id) {
   for (unsigned i = 0; i < node->n_inputs; i++) is_hidden = is_hidden || state->is_hidden[node->inputs[i]];
   for (unsigned i = 0; is_hidden && i < node->n_outputs; i++) {
     egi_value_id output = node->outputs[i];
-    if (output != 0 && egi_dtype_is_float(state->graph->values[output].dtype)) state->is_hidden[output] = true;
+    eg_dtype dtype = state->graph->values[output].dtype;
+    if (output != 0 && (egi_dtype_is_float(dtype) || is_small_integer(dtype))) state->is_hidden[output] = true;
   }
 }
 
@@ -207,8 +261,12 @@ static egi_node_id head_above(const egi_graph *graph, egi_value_id value) {
     egi_node_id id = graph->values[value].producer;
     const egi_node *node = &graph->nodes[id];
     bool is_transposed = false;
+    if (node->op == EGI_OP_Linear) return id;
     if (node->op == EGI_OP_MatMul || node->op == EGI_OP_Gemm)
-      return egi_weight_below(graph, node->inputs[1], &is_transposed) != 0 ? id : 0;
+      return egi_weight_below(graph, node->inputs[1], &is_transposed) != 0 ||
+                     egi_dequantised_below(graph, node->inputs[1], &is_transposed) != 0
+                 ? id
+                 : 0;
     value = carried_input(graph, node);
   }
   return 0;

@@ -180,10 +180,19 @@ static eg_status fill_uses(collector *state, bool is_head_transposed) {
   return EG_OK;
 }
 
+/* Codes are no parameters. */
+static void drop_quantised(collector *state) {
+  size_t n = 0;
+  for (size_t i = 0; i < state->n_operands; i++)
+    if (state->operands[i].role != EGI_ROLE_QUANTISED) state->operands[n++] = state->operands[i];
+  state->n_operands = n;
+}
+
 eg_status egi_find_parameters(const egi_graph *graph, egi_arena *arena, egi_parameter **out_parameters,
                               size_t *out_count) {
   collector state = {.graph = graph, .arena = arena};
   EG_TRY(egi_find_operands(graph, arena, &state.operands, &state.n_operands));
+  drop_quantised(&state);
   state.use_parameter = EGI_NEW(arena, uint32_t, state.n_operands);
   if (!state.use_parameter) return EG_ERROR_MEMORY;
   egi_map_init(&state.names, arena);

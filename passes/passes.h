@@ -94,12 +94,18 @@ eg_status egi_passes_recognise(egi_graph *graph, const egi_pipeline_options *opt
 /* A linear layer: y = x·W (+ bias) with a frozen 2-D weight. */
 typedef struct egi_linear {
   const char *path;
-  egi_node_id node;    /* MatMul or Gemm */
-  egi_value_id weight; /* the weight value itself, below any Transpose */
+  egi_node_id node;    /* MatMul, Gemm or Linear; the same for the parts of a fused one */
+  egi_value_id weight; /* the weight value itself, below any Transpose; of a quantised one its codes */
+  egi_value_id result; /* what an adapter's output is added to */
   int64_t in_features, out_features;
   bool is_transposed; /* the weight's bytes are [out, in] */
-  bool is_head;       /* gives the logits */
+  bool is_quantised;
+  bool is_head; /* gives the logits */
 } egi_linear;
+
+/* Attribute of a Linear that computes several modules of the Hugging Face model at once: their names, "q_proj k_proj
+ * v_proj", in the order of their rows. The Split behind it says how many rows each has. */
+#define EGI_PARTS "parts"
 /* The linear layers of a graph after name_modules, in execution order. Those without a path are left out. */
 eg_status egi_find_linears(const egi_graph *graph, egi_arena *arena, egi_linear **out_linears, size_t *out_count);
 /* PEFT's rule: `target` equals the path or is its end after a dot; "all-linear": every linear but the head. */
@@ -185,10 +191,13 @@ eg_status egi_add_constant(egi_graph *graph, const char *name, const egi_tensor 
 /* The weight value that `value` is a Cast, Identity, Transpose, Reshape, Squeeze or Unsqueeze of, or 0. A 2-D
  * transpose toggles *is_transposed; any other reordering of elements gives 0. */
 egi_value_id egi_weight_below(const egi_graph *graph, egi_value_id value, bool *is_transposed);
+/* The DequantizeLinear of a quantised 2-D weight that `value` is, through casts and transposes as above, or 0. */
+egi_node_id egi_dequantised_below(const egi_graph *graph, egi_value_id value, bool *is_transposed);
 /* Where a node takes a parameter of the model: float weights that meet values computed from the embedded tokens, so
  * that tables of positions and frequencies are none. */
 typedef enum egi_operand_role {
-  EGI_ROLE_MATRIX, /* of a MatMul, Gemm or LinearLogProbability: effectively [in, out] */
+  EGI_ROLE_MATRIX,    /* of a MatMul, Gemm, Linear or LinearLogProbability: effectively [in, out] */
+  EGI_ROLE_QUANTISED, /* the codes of a Linear, or of a DequantizeLinear below a MatMul or Gemm; never trained */
   EGI_ROLE_TABLE,  /* of a Gather: effectively [rows, features] */
   EGI_ROLE_SCALE,
   EGI_ROLE_BIAS

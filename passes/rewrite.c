@@ -134,7 +134,8 @@ static bool keeps_matrix(const egi_graph *graph, const egi_value *from, const eg
   }
 }
 
-egi_value_id egi_weight_below(const egi_graph *graph, egi_value_id value, bool *is_transposed) {
+/* What stands below casts and layouts of a matrix; 0 when its elements are reordered. */
+static egi_value_id matrix_below(const egi_graph *graph, egi_value_id value, bool *is_transposed) {
   while (value != 0 && graph->values[value].kind == EGI_VALUE_NODE) {
     const egi_value *row = &graph->values[value];
     const egi_node *node = &graph->nodes[row->producer];
@@ -153,11 +154,29 @@ egi_value_id egi_weight_below(const egi_graph *graph, egi_value_id value, bool *
       *is_transposed = !*is_transposed;
       break;
     default:
-      return 0;
+      return value;
     }
     value = node->inputs[0];
   }
-  return value != 0 && graph->values[value].kind == EGI_VALUE_WEIGHT ? value : 0;
+  return value;
+}
+
+egi_value_id egi_weight_below(const egi_graph *graph, egi_value_id value, bool *is_transposed) {
+  egi_value_id below = matrix_below(graph, value, is_transposed);
+  return graph->values[below].kind == EGI_VALUE_WEIGHT ? below : 0;
+}
+
+egi_node_id egi_dequantised_below(const egi_graph *graph, egi_value_id value, bool *is_transposed) {
+  egi_value_id below = matrix_below(graph, value, is_transposed);
+  if (graph->values[below].kind != EGI_VALUE_NODE) return 0;
+  const egi_node *node = &graph->nodes[graph->values[below].producer];
+  if (node->op != EGI_OP_DequantizeLinear) return 0;
+  const egi_value *codes = &graph->values[node->inputs[0]], *scales = &graph->values[node->inputs[1]];
+  bool is_matrix = codes->rank == 2 && !egi_dtype_is_float(codes->dtype) && egi_dtype_bits(codes->dtype) <= 8;
+  if (!is_matrix || codes->kind != EGI_VALUE_WEIGHT || scales->kind != EGI_VALUE_WEIGHT) return 0;
+  bool has_zeros = node->n_inputs > 2 && node->inputs[2] != 0;
+  if (has_zeros && graph->values[node->inputs[2]].kind != EGI_VALUE_WEIGHT) return 0;
+  return graph->values[below].producer;
 }
 
 bool egi_is_parameter_name(const char *name) {
