@@ -34,7 +34,8 @@ static egi_binding *bind_symbols(const egi_graph *graph, const egi_sample_sizes 
   for (size_t i = 0; i < count; i++) {
     const char *name = NULL;
     bindings[i].symbol = egi_dims_symbol_at(dims, i, &name);
-    bindings[i].value = size_of(&known, sample, bindings[i].symbol, name);
+    if (!egi_dim_value(dims, egi_dim_resolve(dims, bindings[i].symbol), &bindings[i].value))
+      bindings[i].value = size_of(&known, sample, bindings[i].symbol, name);
   }
   *out_count = count;
   return egi_dims_check(dims, bindings, count) ? NULL : bindings;
