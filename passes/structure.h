@@ -24,7 +24,7 @@ typedef struct egi_flow {
   bool *is_hidden;             /* by value: computed from embedded tokens */
   egi_part *parts;             /* by node */
   egi_node_id *dominators; /* by node: the nearest node that all hidden values it reads come through; 0: the start */
-  egi_node_id embedding;   /* the first node that makes hidden values, 0: none */
+  egi_node_id embedding;   /* the node that gives embedded tokens, 0: none */
   egi_node_id head;        /* the linear layer that gives the logits, 0: none */
   egi_node_id first, last; /* nodes (first, last] are the layers; both 0: there are none */
 } egi_flow;

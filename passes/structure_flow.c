@@ -140,6 +140,20 @@ static void find_dominators(egi_flow *flow) {
   }
 }
 
+/* The last dim of a node's first result, EGI_DIM_NONE where there is none. */
+static egi_dim width_of(const egi_flow *flow, egi_node_id id) {
+  const egi_value *value = &flow->graph->values[flow->graph->nodes[id].outputs[0]];
+  return value->rank > 1 ? egi_dim_resolve(flow->graph->module->dims, value->dims[value->rank - 1]) : EGI_DIM_NONE;
+}
+
+/* The first value as wide as the layers are: what a table gives, unpacked where its rows are quantised. */
+static void find_embedding(egi_flow *flow) {
+  if (flow->first == 0 || flow->embedding == 0) return;
+  egi_dim width = width_of(flow, flow->first);
+  for (egi_node_id id = flow->first; id != 0 && width != EGI_DIM_NONE; id = flow->dominators[id])
+    if (width_of(flow, id) == width) flow->embedding = id;
+}
+
 static void find_layers(egi_flow *flow) {
   egi_node_id first_attention = 0, last_part = 0, end = flow->graph->values[flow->logits].producer;
   for (egi_node_id id = 1; id < flow->graph->n_nodes; id++) {
@@ -150,6 +164,7 @@ static void find_layers(egi_flow *flow) {
     if (is_of_layer) last_part = id;
   }
   flow->first = first_attention != 0 ? intersect(flow, first_attention, end) : flow->embedding;
+  find_embedding(flow);
   flow->last = end;
   for (egi_node_id id = end; id != 0 && id > last_part; id = flow->dominators[id]) flow->last = id;
 }
