@@ -53,6 +53,9 @@ eg_status egi_lower_rotary_embedding(egi_lowering *lowering);
 eg_status egi_lower_group_query_attention(egi_lowering *lowering);
 eg_status egi_lower_multi_head_attention(egi_lowering *lowering);
 eg_status egi_lower_merged_attention(egi_lowering *lowering);
+/* lower_moe.c */
+eg_status egi_lower_moe(egi_lowering *lowering);
+eg_status egi_lower_quantised_moe(egi_lowering *lowering);
 
 /* lower_sequences.c */
 eg_status egi_lower_sequences(egi_pass_run *run, egi_graph *graph);

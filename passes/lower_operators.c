@@ -37,6 +37,8 @@ static const struct {
     {"GroupQueryAttention", MICROSOFT, 1, 16, 4, egi_lower_group_query_attention},
     {"MultiHeadAttention", MICROSOFT, 1, 10, 4, egi_lower_multi_head_attention},
     {"Attention", MICROSOFT, 2, 7, 2, egi_lower_merged_attention},
+    {"MoE", MICROSOFT, 3, 8, 1, egi_lower_moe},
+    {"QMoE", MICROSOFT, 3, 21, 1, egi_lower_quantised_moe},
 };
 
 /* ---- help for rules ------------------------------------------------------------------------------------------- */
