@@ -92,6 +92,11 @@ eg_status egi_import_opsets(const egi_importer *importer, const egi_opsets *opse
 /* Values that the bodies of a control-flow node see become inputs of the node and of the bodies. */
 eg_status egi_import_captures(egi_import_scope *scope, const Onnx__NodeProto *proto, egi_node *node);
 
+/* ---- import_attributes.c */
+
+/* A standard operator's attributes, brought to its newest form, are such as it has. */
+eg_status egi_import_check_attributes(egi_import_scope *scope, const Onnx__NodeProto *proto, const egi_node *node);
+
 /* ---- import_functions.c */
 
 eg_status egi_import_functions(egi_importer *importer, const Onnx__ModelProto *model);

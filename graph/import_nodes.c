@@ -317,6 +317,7 @@ static eg_status import_node(egi_import_scope *scope, const Onnx__NodeProto *pro
   EG_TRY(import_attributes(scope, proto, &node));
   egi_upgrade upgrade = {scope->graph, &scope->importer->scratch, egi_opset_version(&scope->opsets, "")};
   if (!node.domain[0]) EG_TRY(egi_upgrade_node(&upgrade, &node));
+  EG_TRY(egi_import_check_attributes(scope, proto, &node));
   EG_TRY(egi_import_captures(scope, proto, &node));
   EG_TRY(check_arity(scope, proto, &node));
   return egi_graph_add_node(scope->graph, &node, &id);

@@ -240,6 +240,16 @@ static void attribute_twice(model_builder *b) {
   build_int(b, node, "axis", 0);
 }
 
+static void misspelt_attribute(model_builder *b) {
+  build_int(b, build_node(b, "Softmax", "x", "z"), "axes", 0);
+}
+static void attribute_of_another_type(model_builder *b) {
+  build_float(b, build_node(b, "Softmax", "x", "z"), "axis", 0);
+}
+static void attribute_where_none_is(model_builder *b) {
+  build_int(b, build_node(b, "MatMul", "x,x", "z"), "transB", 1);
+}
+
 static void attribute_without_name(model_builder *b) {
   build_int(b, build_node(b, "Softmax", "x", "z"), "", 0);
 }
@@ -387,6 +397,9 @@ static const bad_case cases[] = {
     {too_many_outputs, EG_ERROR_FORMAT, "node \"z\" (Neg): 2 outputs, it has 1"},
     {no_outputs, EG_ERROR_FORMAT, "(Neg): 0 outputs"},
     {unknown_domain, EG_ERROR_FORMAT, "node \"z\" (Fancy): the file imports no operator set \"com.example\""},
+    {misspelt_attribute, EG_ERROR_FORMAT, "node \"z\" (Softmax): Softmax has no attribute \"axes\""},
+    {attribute_of_another_type, EG_ERROR_FORMAT, "attribute \"axis\" is a float; Softmax takes an integer"},
+    {attribute_where_none_is, EG_ERROR_FORMAT, "node \"z\" (MatMul): MatMul has no attribute \"transB\""},
     {attribute_twice, EG_ERROR_FORMAT, "node \"z\" (Softmax): attribute \"axis\" stands there twice"},
     {attribute_without_name, EG_ERROR_FORMAT, "node \"z\" (Softmax): an attribute without a name"},
     {tensor_attribute_without_tensor, EG_ERROR_FORMAT, "a tensor attribute without a tensor"},
