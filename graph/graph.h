@@ -175,6 +175,12 @@ typedef struct egi_step_state {
   int32_t has_gradients; /* 0 before the first micro-batch of a step: Accumulate overwrites */
 } egi_step_state;
 
+/* Rows of a tensor that is several tensors of the Hugging Face model, one below the other. */
+typedef struct egi_rows_part {
+  const char *name;
+  int64_t rows;
+} egi_rows_part;
+
 /* A piece of a pool: a tensor that outlives a step. */
 typedef struct egi_state {
   const char *name; /* as in the file it is saved to: PEFT or Hugging Face name */
@@ -186,6 +192,8 @@ typedef struct egi_state {
   uint32_t weight;            /* initialised from this weight (full training), or 0 */
   bool is_transposed;         /* the file holds the 2-D transpose of what the graph holds */
   bool has_decay;             /* weight decay applies */
+  const egi_rows_part *parts;      /* in the file: tensors of these names and rows (its first dim); NULL: the whole */
+  uint32_t n_parts;
 } egi_state;
 
 /* ---- values and nodes ----------------------------------------------------------------------------------------- */
@@ -462,8 +470,8 @@ bool egi_op_has_body(egi_op op);
 /* Every node of an operator with a body (is_own_only: of domain engraft) becomes a call of a function that holds its
  * body, added to the module; one that has none in its form stays. */
 eg_status egi_graph_call_bodies(egi_graph *graph, bool is_own_only, uint32_t *out_count);
-/* The other way, for an imported file: calls of functions of domain engraft that hold an operator's body, node for node,
- * become nodes of the operator. */
+/* The other way, for an imported file: calls of functions of domain engraft that hold an operator's body, node for
+ * node, become nodes of the operator. */
 eg_status egi_graph_recall_bodies(egi_graph *graph);
 /* Parses the text syntax; errors name line and column. */
 eg_status egi_module_parse(eg_context *ctx, const char *text, size_t length, egi_module **out_module);

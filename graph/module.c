@@ -104,12 +104,25 @@ eg_status egi_module_add_weight(egi_module *module, const egi_weight *weight, ui
 
 /* ---- states --------------------------------------------------------------------------------------------------- */
 
+static eg_status copy_parts(egi_module *module, egi_state *state) {
+  egi_rows_part *parts = EGI_NEW(&module->arena, egi_rows_part, (size_t)state->n_parts + 1);
+  if (parts == NULL) return EG_ERROR_MEMORY;
+  for (uint32_t i = 0; i < state->n_parts; i++) {
+    parts[i].rows = state->parts[i].rows;
+    parts[i].name = egi_arena_copy_text(&module->arena, state->parts[i].name, strlen(state->parts[i].name));
+    if (parts[i].name == NULL) return EG_ERROR_MEMORY;
+  }
+  state->parts = parts;
+  return EG_OK;
+}
+
 static eg_status append_state(egi_module *module, const egi_state *state, uint32_t *out_index) {
   EG_TRY(EGI_GROW(&module->arena, &module->states, module->n_states, &module->states_capacity));
   egi_state *row = &module->states[module->n_states];
   *row = *state;
   row->name = egi_arena_copy_text(&module->arena, state->name, strlen(state->name));
   if (row->name == NULL) return EG_ERROR_MEMORY;
+  EG_TRY(copy_parts(module, row));
   *out_index = module->n_states++;
   return EG_OK;
 }

@@ -160,7 +160,9 @@ static eg_status replace_one(grafter *state, const egi_parameter *parameter) {
                       .rank = weight->rank,
                       .weight = parameter->weight,
                       .is_transposed = parameter->is_transposed,
-                      .has_decay = weight->rank >= 2};
+                      .has_decay = weight->rank >= 2,
+                      .parts = parameter->parts,
+                      .n_parts = parameter->n_parts};
   memcpy(wanted.dims, weight->dims, sizeof(wanted.dims));
   egi_value_id value = 0;
   EG_TRY(make_trainable(state, &wanted, &value));

@@ -45,55 +45,20 @@ static eg_status add_one(lister *state, const egi_linear *linear) {
   return EG_OK;
 }
 
-/* ---- parts ------------------------------------------------------------------------------------------------------ */
-
-/* The path of a part: the layer's own with another last name. */
-static const char *part_path(egi_arena *arena, const char *path, const char *name, size_t length) {
-  const char *dot = strrchr(path, '.');
-  return egi_arena_format(arena, "%.*s%.*s", dot ? (int)(dot - path) + 1 : 0, path, (int)length, name);
-}
-
-static unsigned count_names(const char *names) {
-  unsigned count = 1;
-  for (const char *at = names; *at; at++) count += *at == ' ';
-  return count;
-}
-
-/* The Split along the last axis that takes the layer's result apart, its only user; NULL: none. */
-static eg_status find_split(lister *state, egi_node_id id, const egi_node **out_split) {
+/* A layer for each part of a fused one; *out_done false where there are none. */
+static eg_status add_parts(lister *state, const egi_linear *whole, bool *out_done) {
   const egi_graph *graph = state->graph;
-  egi_value_id y = graph->nodes[id].outputs[0];
-  *out_split = NULL;
-  if (!state->uses.start) EG_TRY(egi_graph_uses(graph, state->arena, &state->uses));
-  if (egi_graph_is_output(graph, y) || state->uses.start[y + 1] - state->uses.start[y] != 1) return EG_OK;
-  const egi_node *node = &graph->nodes[state->uses.list[state->uses.start[y]]];
-  int64_t axis = egi_node_int(node, "axis", 0);
-  if (node->op == EGI_OP_Split && (axis == -1 || axis == graph->values[y].rank - 1)) *out_split = node;
-  return EG_OK;
-}
-
-/* A layer for each part; *out_done false where the graph does not show them. */
-static eg_status add_parts(lister *state, const egi_linear *whole, const char *names, bool *out_done) {
-  const egi_graph *graph = state->graph;
-  const egi_node *split = NULL;
-  *out_done = false;
-  EG_TRY(find_split(state, whole->node, &split));
-  if (!split || split->n_outputs != count_names(names)) return EG_OK;
-  for (unsigned i = 0; i < split->n_outputs; i++) {
-    int64_t size = 0;
-    if (split->outputs[i] == 0 || !last_size(graph, split->outputs[i], &size)) return EG_OK;
-  }
-  for (unsigned i = 0; i < split->n_outputs; i++) {
+  egi_rows_part *parts = NULL;
+  egi_node_id split = 0;
+  EG_TRY(egi_find_parts(graph, state->arena, &state->uses, whole->node, &parts, &split));
+  *out_done = split != 0;
+  for (unsigned i = 0; split != 0 && i < graph->nodes[split].n_outputs; i++) {
     egi_linear part = *whole;
-    size_t length = strcspn(names, " ");
-    (void)last_size(graph, split->outputs[i], &part.out_features);
-    part.result = split->outputs[i];
-    part.path = part_path(state->arena, whole->path, names, length);
-    if (!part.path) return EG_ERROR_MEMORY;
+    part.result = graph->nodes[split].outputs[i];
+    part.path = parts[i].name;
+    part.out_features = parts[i].rows;
     EG_TRY(add_one(state, &part));
-    names += names[length] ? length + 1 : length;
   }
-  *out_done = true;
   return EG_OK;
 }
 
@@ -111,9 +76,8 @@ static eg_status add_linear(lister *state, const egi_operand *operand, egi_node_
                        .is_head = operand->node == head};
   if (!last_size(graph, node->inputs[0], &linear.in_features)) return EG_OK;
   if (!last_size(graph, node->outputs[0], &linear.out_features)) return EG_OK;
-  const char *parts = egi_node_string(node, EGI_PARTS, "");
   bool is_done = false;
-  if (parts[0] != '\0') EG_TRY(add_parts(state, &linear, parts, &is_done));
+  EG_TRY(add_parts(state, &linear, &is_done));
   return is_done ? EG_OK : add_one(state, &linear);
 }
 

@@ -15,6 +15,7 @@ typedef struct collector {
   uint32_t *use_parameter; /* by operand: its parameter */
   egi_map names;           /* name -> index */
   size_t table, head;      /* operands that may be tied */
+  egi_uses uses;           /* read where a layer is fused */
 } collector;
 
 static const egi_weight *weight_row(const egi_graph *graph, egi_value_id value) {
@@ -126,6 +127,24 @@ static bool is_transposed_in_file(const egi_graph *graph, const egi_operand *ope
   return operand->role == EGI_ROLE_MATRIX ? !operand->is_transposed : operand->is_transposed;
 }
 
+/* Rows by module, where a fused layer takes the parameter: weight [out, in] in Hugging Face's layout, or bias. */
+static eg_status add_parts(collector *state, const egi_operand *operand, egi_parameter *parameter) {
+  const egi_graph *graph = state->graph;
+  const char *leaf = strrchr(parameter->name, '.');
+  egi_rows_part *parts = NULL;
+  egi_node_id split = 0;
+  if (graph->nodes[operand->node].op != EGI_OP_Linear || !leaf) return EG_OK;
+  EG_TRY(egi_find_parts(graph, state->arena, &state->uses, operand->node, &parts, &split));
+  if (split == 0) return EG_OK;
+  parameter->parts = parts;
+  parameter->n_parts = graph->nodes[split].n_outputs;
+  for (uint32_t i = 0; i < parameter->n_parts; i++) {
+    parts[i].name = egi_arena_format(state->arena, "%s%s", parts[i].name, leaf);
+    if (!parts[i].name) return EG_ERROR_MEMORY;
+  }
+  return EG_OK;
+}
+
 static eg_status add_operand(collector *state, size_t index) {
   const egi_operand *operand = &state->operands[index];
   const char *name = NULL;
@@ -140,6 +159,7 @@ static eg_status add_operand(collector *state, size_t index) {
         (egi_parameter){.name = name,
                         .weight = state->graph->values[operand->weight].index,
                         .is_transposed = is_transposed_in_file(state->graph, operand, is_own)};
+    if (!is_own) EG_TRY(add_parts(state, operand, &state->list[parameter]));
   }
   state->use_parameter[index] = parameter;
   state->list[parameter].n_uses++;

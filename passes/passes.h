@@ -108,6 +108,10 @@ typedef struct egi_linear {
 #define EGI_PARTS "parts"
 /* The linear layers of a graph after name_modules, in execution order. Those without a path are left out. */
 eg_status egi_find_linears(const egi_graph *graph, egi_arena *arena, egi_linear **out_linears, size_t *out_count);
+/* The modules that a Linear with EGI_PARTS computes: full paths and rows, and the Split that gives them; none where the
+ * graph does not show them. `uses` is made when its lists are NULL. */
+eg_status egi_find_parts(const egi_graph *graph, egi_arena *arena, egi_uses *uses, egi_node_id linear,
+                         egi_rows_part **out_parts, egi_node_id *out_split);
 /* PEFT's rule: `target` equals the path or is its end after a dot; "all-linear": every linear but the head. */
 bool egi_target_matches(const egi_linear *linear, const char *targets);
 
@@ -126,6 +130,8 @@ typedef struct egi_parameter {
   bool is_transposed; /* Hugging Face holds the transpose of the file's bytes */
   const egi_parameter_use *uses;
   uint32_t n_uses;
+  const egi_rows_part *parts; /* of a fused layer: its rows, in Hugging Face's layout, by module; NULL: one module */
+  uint32_t n_parts;
 } egi_parameter;
 /* All parameters that can be trained, in execution order of their first use; the graph has been through name_modules.
  */

@@ -186,6 +186,13 @@ double egi_schedule_rate(eg_schedule schedule, double rate, uint64_t step, uint6
 
 /* ---- trainer -------------------------------------------------------------------------------------------------- */
 
+/* A trainable state as files have it, or one of its parts. */
+typedef struct egi_file_tensor {
+  uint32_t state;
+  const char *name;
+  int64_t first_row, rows; /* of its first dim; rows 0: all of it */
+} egi_file_tensor;
+
 struct eg_trainer {
   eg_context *ctx;
   eg_model *model;
@@ -198,6 +205,8 @@ struct eg_trainer {
   egi_adapters adapters;
   uint32_t *parameters; /* states of the module, in order */
   size_t n_parameters;
+  egi_file_tensor *tensors; /* what they are in files */
+  size_t n_tensors;
   egi_batch_range *batches;
   size_t n_batches, next_batch;
   egi_batch_limits limits;

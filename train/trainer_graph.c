@@ -20,6 +20,30 @@ static eg_status find_vocabulary(eg_trainer *trainer) {
   return egi_vocabulary_check(trainer->ctx, &trainer->vocabulary, trainer->dataset->documents);
 }
 
+/* Parameters in order, the parts of fused ones one by one. */
+static eg_status list_tensors(eg_trainer *trainer) {
+  const egi_state *states = trainer->machine.module->states;
+  size_t count = 0;
+  for (size_t i = 0; i < trainer->n_parameters; i++) {
+    uint32_t n_parts = states[trainer->parameters[i]].n_parts;
+    count += n_parts > 0 ? n_parts : 1;
+  }
+  trainer->tensors = EGI_NEW(&trainer->arena, egi_file_tensor, count);
+  if (trainer->tensors == NULL) return EG_ERROR_MEMORY;
+  for (size_t i = 0; i < trainer->n_parameters; i++) {
+    const egi_state *state = &states[trainer->parameters[i]];
+    egi_file_tensor tensor = {.state = trainer->parameters[i], .name = state->name};
+    if (state->n_parts == 0) trainer->tensors[trainer->n_tensors++] = tensor;
+    for (uint32_t part = 0; part < state->n_parts; part++) {
+      tensor.name = state->parts[part].name;
+      tensor.rows = state->parts[part].rows;
+      trainer->tensors[trainer->n_tensors++] = tensor;
+      tensor.first_row += tensor.rows;
+    }
+  }
+  return EG_OK;
+}
+
 static eg_status list_parameters(eg_trainer *trainer) {
   const egi_module *module = trainer->machine.module;
   trainer->parameters = EGI_NEW(&trainer->arena, uint32_t, module->n_states);
@@ -28,7 +52,7 @@ static eg_status list_parameters(eg_trainer *trainer) {
     if (module->states[i].pool == EGI_POOL_PARAMETERS) trainer->parameters[trainer->n_parameters++] = i;
   if (trainer->n_parameters == 0)
     return egi_fail(trainer->ctx, EG_ERROR_UNSUPPORTED, "the model has nothing that can be trained");
-  return EG_OK;
+  return list_tensors(trainer);
 }
 
 /* ---- optimizer ---- */

@@ -8,29 +8,68 @@ static const egi_state *parameter_at(const eg_trainer *trainer, size_t index) {
 }
 
 size_t egi_trainer_parameter_count(const eg_trainer *trainer) {
-  return trainer->n_parameters;
+  return trainer->n_tensors;
+}
+
+static const egi_state *state_of(const eg_trainer *trainer, const egi_file_tensor *tensor) {
+  return &trainer->machine.module->states[tensor->state];
+}
+
+static void file_dims(const eg_trainer *trainer, const egi_file_tensor *tensor, int64_t dims[EGI_MAX_RANK]) {
+  egi_state_file_dims(state_of(trainer, tensor), dims);
+  if (tensor->rows > 0) dims[0] = tensor->rows;
 }
 
 static eg_status check_index(const eg_trainer *trainer, size_t index) {
-  if (index < trainer->n_parameters) return EG_OK;
-  return egi_fail(trainer->ctx, EG_ERROR_ARGUMENT, "there is no parameter %zu, only %zu", index, trainer->n_parameters);
+  if (index < trainer->n_tensors) return EG_OK;
+  return egi_fail(trainer->ctx, EG_ERROR_ARGUMENT, "there is no parameter %zu, only %zu", index, trainer->n_tensors);
 }
 
 eg_status egi_trainer_parameter_info(const eg_trainer *trainer, size_t index, eg_parameter_info *out_info) {
   EG_TRY(check_index(trainer, index));
-  const egi_state *state = parameter_at(trainer, index);
-  eg_parameter_info info = {.name = state->name, .rank = (uint32_t)state->rank};
-  egi_state_file_dims(state, info.dims);
+  const egi_file_tensor *tensor = &trainer->tensors[index];
+  eg_parameter_info info = {.name = tensor->name, .rank = (uint32_t)state_of(trainer, tensor)->rank};
+  file_dims(trainer, tensor, info.dims);
   *out_info = info;
   return EG_OK;
 }
 
 static eg_status check_access(const eg_trainer *trainer, size_t index, size_t n_values) {
   EG_TRY(check_index(trainer, index));
-  uint64_t count = egi_state_count(parameter_at(trainer, index));
+  const egi_file_tensor *tensor = &trainer->tensors[index];
+  int64_t dims[EGI_MAX_RANK];
+  uint64_t count = 1;
+  file_dims(trainer, tensor, dims);
+  for (int i = 0; i < state_of(trainer, tensor)->rank; i++) count *= (uint64_t)dims[i];
   if (n_values == count) return EG_OK;
-  return egi_fail(trainer->ctx, EG_ERROR_ARGUMENT, "parameter \"%s\" has %llu values, not %zu",
-                  parameter_at(trainer, index)->name, (unsigned long long)count, n_values);
+  return egi_fail(trainer->ctx, EG_ERROR_ARGUMENT, "parameter \"%s\" has %llu values, not %zu", tensor->name,
+                  (unsigned long long)count, n_values);
+}
+
+/* The whole state of which the tensor is a part, and where that begins in it. */
+static eg_status read_whole(const eg_trainer *trainer, const egi_file_tensor *tensor, egi_state_pool pool,
+                            float **out_values, size_t *out_count, size_t *out_first) {
+  const egi_state *state = state_of(trainer, tensor);
+  int64_t dims[EGI_MAX_RANK];
+  egi_state_file_dims(state, dims);
+  *out_count = (size_t)egi_state_count(state);
+  *out_first = *out_count / (size_t)dims[0] * (size_t)tensor->first_row;
+  *out_values = egi_allocate(trainer->ctx, EGI_PURPOSE_DATA, *out_count * sizeof **out_values);
+  if (*out_values == NULL) return EG_ERROR_MEMORY;
+  eg_status status = egi_state_read(&trainer->machine, state, pool, *out_values);
+  if (status != EG_OK) egi_release(trainer->ctx, EGI_PURPOSE_DATA, *out_values, *out_count * sizeof **out_values);
+  return status;
+}
+
+static eg_status read_tensor(const eg_trainer *trainer, const egi_file_tensor *tensor, egi_state_pool pool,
+                             float *values, size_t n_values) {
+  size_t count = 0, first = 0;
+  float *whole = NULL;
+  if (tensor->rows == 0) return egi_state_read(&trainer->machine, state_of(trainer, tensor), pool, values);
+  EG_TRY(read_whole(trainer, tensor, pool, &whole, &count, &first));
+  memcpy(values, whole + first, n_values * sizeof *values);
+  egi_release(trainer->ctx, EGI_PURPOSE_DATA, whole, count * sizeof *whole);
+  return EG_OK;
 }
 
 eg_status egi_trainer_read(const eg_trainer *trainer, size_t index, egi_state_pool pool, float *values,
@@ -38,15 +77,24 @@ eg_status egi_trainer_read(const eg_trainer *trainer, size_t index, egi_state_po
   EG_TRY(check_access(trainer, index, n_values));
   if (pool == EGI_POOL_GRADIENTS && !trainer->has_gradients)
     return egi_fail(trainer->ctx, EG_ERROR_ARGUMENT, "there are no gradients before the first step");
-  EG_TRY(egi_state_read(&trainer->machine, parameter_at(trainer, index), pool, values));
+  EG_TRY(read_tensor(trainer, &trainer->tensors[index], pool, values, n_values));
   if (pool == EGI_POOL_GRADIENTS)
     for (size_t i = 0; i < n_values; i++) values[i] *= trainer->state.inverse_targets;
   return EG_OK;
 }
 
 eg_status egi_trainer_write(eg_trainer *trainer, size_t index, const float *values, size_t n_values) {
+  size_t count = 0, first = 0;
+  float *whole = NULL;
   EG_TRY(check_access(trainer, index, n_values));
-  return egi_state_write(&trainer->machine, parameter_at(trainer, index), EGI_POOL_PARAMETERS, values);
+  const egi_file_tensor *tensor = &trainer->tensors[index];
+  const egi_state *state = state_of(trainer, tensor);
+  if (tensor->rows == 0) return egi_state_write(&trainer->machine, state, EGI_POOL_PARAMETERS, values);
+  EG_TRY(read_whole(trainer, tensor, EGI_POOL_PARAMETERS, &whole, &count, &first));
+  memcpy(whole + first, values, n_values * sizeof *values);
+  eg_status status = egi_state_write(&trainer->machine, state, EGI_POOL_PARAMETERS, whole);
+  egi_release(trainer->ctx, EGI_PURPOSE_DATA, whole, count * sizeof *whole);
+  return status;
 }
 
 /* ---- adapters ---- */
