@@ -213,6 +213,7 @@ static eg_status build_model(egi_exporter *exporter, const egi_graph *graph, Onn
   for (size_t i = 0; i < model->n_functions; i++)
     if (model->functions[i]->overload && model->functions[i]->overload[0] && model->ir_version < METADATA_IR)
       model->ir_version = METADATA_IR;
+  if (exporter->has_scopes && model->ir_version < METADATA_IR) model->ir_version = METADATA_IR;
   return EG_OK;
 }
 

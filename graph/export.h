@@ -25,6 +25,7 @@ typedef struct egi_exporter {
   const char **domain_rows;
   uint32_t n_domains, domains_capacity;
   int64_t version;          /* of the standard operators */
+  bool has_scopes;          /* module paths were put into metadata */
   bool *is_function_called; /* by function */
   /* where weights go */
   const char *directory; /* resolved, of the new file */

@@ -1,6 +1,7 @@
 /* Nodes, attributes and graphs → messages. What the graph does not model (remarks, metadata, unknown fields, attributes
  * of rare kinds) comes from the message a node was made of. */
 #include "graph/export.h"
+#include "graph/import.h"
 
 /* ---- attributes ----------------------------------------------------------------------------------------------- */
 
@@ -153,6 +154,9 @@ static eg_status export_node(egi_exporter *exporter, const egi_graph *graph, egi
   EG_TRY(export_names(exporter, graph, node->inputs, node->n_inputs, &row->input));
   EG_TRY(export_names(exporter, graph, node->outputs, node->n_outputs, &row->output));
   EG_TRY(export_name(exporter, node, id, row));
+  bool is_put;
+  EG_TRY(egi_scope_put(&exporter->arena, node->scope, row, &is_put));
+  exporter->has_scopes = exporter->has_scopes || is_put;
   *out_node = row;
   return export_attributes(exporter, node, origin, row);
 }

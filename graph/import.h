@@ -43,6 +43,16 @@ eg_status egi_import_fail_node(const egi_import_scope *scope, const Onnx__NodePr
 eg_status egi_import_fail_tensor(const egi_importer *importer, const char *name, eg_status status, const char *format,
                                  ...) EGI_PRINTF(4, 5);
 
+/* ---- scope_messages.c */
+
+/* Metadata of a node: the paths of the modules it stands in, from the outermost to the node itself. */
+#define EGI_NAME_SCOPES "pkg.torch.onnx.name_scopes"
+/* The module path that a node's metadata or name says, or NULL; `*out_is_listed`: the metadata. */
+eg_status egi_scope_of_message(egi_arena *arena, const Onnx__NodeProto *message, const char **out_scope,
+                               bool *out_is_listed);
+/* Puts the path into the message's metadata where an importer would not find it otherwise; *out_is_put. */
+eg_status egi_scope_put(egi_arena *arena, const char *scope, Onnx__NodeProto *message, bool *out_is_put);
+
 /* ---- import_types.c */
 
 /* Collects the bare dim_params of a graph's inputs. */

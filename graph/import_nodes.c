@@ -2,8 +2,6 @@
  * before its first node is made, so files need not be sorted and a name that nothing makes is seen at its first use. */
 #include "graph/import.h"
 
-#define NAME_SCOPES "pkg.torch.onnx.name_scopes"
-
 /* ---- names ---------------------------------------------------------------------------------------------------- */
 
 /* Whether something in `graph` itself makes the value, so that it is more than a name from outside. */
@@ -169,51 +167,6 @@ static eg_status import_attributes(egi_import_scope *scope, const Onnx__NodeProt
   return EG_OK;
 }
 
-/* ---- module paths --------------------------------------------------------------------------------------------- */
-
-/* Reads one quoted entry of a Python list; false at its end. The entry is written to `out`, which holds the whole text.
- */
-static bool next_entry(const char **text, char *out) {
-  const char *at = *text;
-  while (*at && *at != '\'' && *at != '"') at++;
-  char quote = *at;
-  if (!quote) return false;
-  for (at++; *at && *at != quote; at++) {
-    if (*at == '\\' && at[1]) at++;
-    *out++ = *at;
-  }
-  *out = '\0';
-  *text = *at ? at + 1 : at;
-  return true;
-}
-
-/* "['', 'model', 'model.layers.0', 'mul_3']": the last entry but one, the last being the node itself. */
-static eg_status scope_from_list(egi_arena *arena, const char *text, const char **out_scope) {
-  char *last = egi_arena_copy_text(arena, text, strlen(text)), *before = egi_arena_copy_text(arena, text, strlen(text));
-  if (!last || !before) return EG_ERROR_MEMORY;
-  *before = *last = '\0';
-  for (char *entry = before; next_entry(&text, entry); entry = before) {
-    before = last;
-    last = entry;
-  }
-  *out_scope = *before ? before : NULL;
-  return EG_OK;
-}
-
-static eg_status import_scope_path(egi_importer *importer, const Onnx__NodeProto *proto, const char **out_scope) {
-  *out_scope = NULL;
-  for (size_t i = 0; i < proto->n_metadata_props; i++) {
-    const Onnx__StringStringEntryProto *entry = proto->metadata_props[i];
-    if (!entry->key || !entry->value || strcmp(entry->key, NAME_SCOPES) != 0) continue;
-    importer->has_scopes = true;
-    return scope_from_list(&importer->scratch, entry->value, out_scope);
-  }
-  if (!proto->name) return EG_OK;
-  *out_scope = egi_scope_from_node_name(&importer->scratch, proto->name);
-  bool is_path = proto->name[0] == '/' && strrchr(proto->name, '/') != proto->name;
-  return *out_scope || !is_path ? EG_OK : EG_ERROR_MEMORY;
-}
-
 /* ---- nodes ---------------------------------------------------------------------------------------------------- */
 
 static bool is_constant(const Onnx__NodeProto *node) {
@@ -292,7 +245,10 @@ static eg_status set_operator(egi_import_scope *scope, const Onnx__NodeProto *pr
     return egi_import_fail_node(scope, proto, EG_ERROR_UNSUPPORTED,
                                 "operator set %lld; the oldest that can be read is %d", (long long)version,
                                 EGI_OLDEST_OPSET);
-  return import_scope_path(scope->importer, proto, &node->scope);
+  bool is_listed;
+  EG_TRY(egi_scope_of_message(&scope->importer->scratch, proto, &node->scope, &is_listed));
+  scope->importer->has_scopes = scope->importer->has_scopes || is_listed;
+  return EG_OK;
 }
 
 static eg_status check_arity(egi_import_scope *scope, const Onnx__NodeProto *proto, const egi_node *node) {

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Rewritten models hold in other people's hands: onnx's checker accepts each file that `engraft rewrite` writes,
-onnxruntime computes what it computes for the original, and the file, rewritten again, is the same graph.
+onnxruntime computes what it computes for the original, and the file, rewritten again, is the same graph of the same
+structure.
 
 usage: rewritten.py ENGRAFT SCRATCH MODEL...     exit 77 = skipped
 """
-import os, subprocess, sys
+import json, os, subprocess, sys
 
 try:
     import numpy as np, onnx, onnxruntime
@@ -15,12 +16,15 @@ except ImportError as problem:
 SIZES = [(2, 7), (1, 1)]
 
 
-def inputs_of(session, batch, sequence):
+def inputs_of(session, batch, sequence, head_dim):
+    """Caches are empty, the last row is padded; a cache of an unnamed width is as wide as a head."""
     generator = np.random.default_rng(batch * 100 + sequence)
     feeds = {}
     for value in session.get_inputs():
         shape = [d if isinstance(d, int) else 0 if "past" in d and "total" not in d else batch if "batch" in d else sequence
                  for d in value.shape]
+        if len(shape) == 4 and not isinstance(value.shape[3], int):
+            shape[3] = head_dim
         if value.name == "attention_mask":
             mask = np.ones(shape)
             mask[-1, (sequence + 1) // 2:] = 0
@@ -43,10 +47,10 @@ def session_of(path):
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def compare(old, new):
+def compare(old, new, head_dim):
     names = {value.name for value in new.get_inputs()}
     for batch, sequence in SIZES:
-        feeds = inputs_of(old, batch, sequence)
+        feeds = inputs_of(old, batch, sequence, head_dim)
         want = old.run(["logits"], feeds)[0]
         got = new.run(["logits"], {k: v for k, v in feeds.items() if k in names})[0]
         keep = feeds["attention_mask"][:, -sequence:] != 0 if "attention_mask" in feeds else np.ones((batch, sequence), bool)
@@ -66,13 +70,17 @@ def check(engraft, path, scratch):
         texts.append(open(text).read())
     if texts[0] != texts[1]:
         return "is another graph when it is rewritten again"
+    structures = [json.loads(subprocess.run([engraft, "inspect", file, "--json", "--external-root", "/"], check=True,
+                                            capture_output=True).stdout)["structure"] for file in (path, new)]
+    if structures[0] != structures[1]:
+        return f"is another model: {structures}"
     onnx.checker.check_model(new, full_check=True)
     try:
         old = session_of(path)
     except Exception as problem:
         print("  the original does not load:", str(problem)[:200])
         return None
-    return compare(old, session_of(new))
+    return compare(old, session_of(new), structures[0]["head_dim"])
 
 
 def main():
