@@ -112,23 +112,45 @@ eg_status egi_body_write(const egi_graph *graph, const egi_node *node, egi_text 
   return egi_text_status(text);
 }
 
-/* The tensor that a Constant with one number or a list of integers stands for; false for any other node. */
+/* Payload of a Constant's attribute: a number, a list of numbers. */
+static const void *payload_of(const egi_attribute *attribute, egi_weight *weight, size_t *out_element_bytes) {
+  bool is_float = attribute->kind == EGI_ATTRIBUTE_FLOAT || attribute->kind == EGI_ATTRIBUTE_FLOATS;
+  weight->dtype = is_float ? EG_DTYPE_F32 : EG_DTYPE_I64;
+  *out_element_bytes = is_float ? sizeof(float) : sizeof(int64_t);
+  switch (attribute->kind) {
+  case EGI_ATTRIBUTE_FLOAT:
+    return &attribute->u.f;
+  case EGI_ATTRIBUTE_INT:
+    return &attribute->u.i;
+  case EGI_ATTRIBUTE_FLOATS:
+  case EGI_ATTRIBUTE_INTS:
+    weight->rank = 1;
+    weight->dims[0] = attribute->count;
+    return is_float ? (const void *)attribute->u.floats : (const void *)attribute->u.ints;
+  default:
+    return NULL;
+  }
+}
+
+/* The tensor that a Constant node stands for; *out_is_read false for any other node. */
 static eg_status read_constant(egi_graph *graph, const egi_node *node, egi_weight *out_weight, bool *out_is_read) {
   const egi_attribute *attribute = node->n_attributes == 1 ? &node->attributes[0] : NULL;
+  size_t element_bytes;
   *out_is_read = false;
   if (node->op != EGI_OP_Constant || attribute == NULL) return EG_OK;
-  bool is_list = attribute->kind == EGI_ATTRIBUTE_INTS, is_float = attribute->kind == EGI_ATTRIBUTE_FLOAT;
-  if (!is_list && !is_float && attribute->kind != EGI_ATTRIBUTE_INT) return EG_OK;
-  size_t count = is_list ? attribute->count : 1, size_bytes = is_float ? sizeof(float) : count * sizeof(int64_t);
-  uint8_t *bytes = egi_arena_get(&graph->module->arena, size_bytes > 0 ? size_bytes : 1, 1);
-  if (bytes == NULL) return EG_ERROR_MEMORY;
-  if (is_list && count > 0) memcpy(bytes, attribute->u.ints, size_bytes);
-  if (!is_list) memcpy(bytes, is_float ? (const void *)&attribute->u.f : (const void *)&attribute->u.i, size_bytes);
-  *out_weight = (egi_weight){.name = graph->values[node->outputs[0]].name,
-                             .dtype = is_float ? EG_DTYPE_F32 : EG_DTYPE_I64,
-                             .rank = is_list ? 1 : 0,
-                             .dims = {(int64_t)count},
-                             .bytes = {.kind = EGI_BYTES_MEMORY, .data = bytes, .size_bytes = size_bytes}};
+  *out_weight = (egi_weight){.rank = 0};
+  if (attribute->kind == EGI_ATTRIBUTE_TENSOR) {
+    *out_weight = graph->module->weights[attribute->u.weight];
+  } else {
+    const void *payload = payload_of(attribute, out_weight, &element_bytes);
+    if (payload == NULL) return EG_OK;
+    size_t count = out_weight->rank > 0 ? attribute->count : 1;
+    uint8_t *bytes = egi_arena_get(&graph->module->arena, count > 0 ? count : 1, element_bytes);
+    if (bytes == NULL) return EG_ERROR_MEMORY;
+    if (count > 0) memcpy(bytes, payload, count * element_bytes);
+    out_weight->bytes = (egi_bytes){.kind = EGI_BYTES_MEMORY, .data = bytes, .size_bytes = count * element_bytes};
+  }
+  out_weight->name = graph->values[node->outputs[0]].name;
   *out_is_read = true;
   return EG_OK;
 }

@@ -120,17 +120,30 @@ static eg_status recall_one(recaller *r, egi_node_id id) {
   return EG_OK;
 }
 
+static bool is_candidate(const egi_node *node) {
+  return node->overload != NULL && node->op > EGI_OP_UNKNOWN && egi_op_has_body(node->op) &&
+         egi_op_get(node->op)->domain[0] != '\0';
+}
+
+/* Types of a call's inputs may decide how its body is written. What is wrong elsewhere is found when all is inferred.
+ */
+static eg_status infer_known(egi_graph *graph, egi_node_id id) {
+  eg_status status = is_candidate(&graph->nodes[id]) ? EG_OK : egi_infer_node(graph, id);
+  return status == EG_ERROR_MEMORY ? status : EG_OK;
+}
+
 eg_status egi_graph_recall_bodies(egi_graph *graph) {
   recaller r = {.graph = graph};
   eg_status status = EG_OK;
-  if (graph->module->n_functions == 0) return EG_OK;
+  egi_node_id first = 1;
+  while (first < graph->n_nodes && !is_candidate(&graph->nodes[first])) first++;
+  if (graph->module->n_functions == 0 || first >= graph->n_nodes) return EG_OK;
   egi_arena_init(&r.arena, graph->module->ctx, EGI_PURPOSE_GRAPH);
   egi_map_init(&r.known, &r.arena);
   egi_text_init(&r.text, graph->module->ctx);
   for (egi_node_id id = 1; id < graph->n_nodes && status == EG_OK; id++) {
-    const egi_node *node = &graph->nodes[id];
-    bool is_candidate = node->overload != NULL && node->op > EGI_OP_UNKNOWN && egi_op_has_body(node->op);
-    if (is_candidate && egi_op_get(node->op)->domain[0] != '\0') status = recall_one(&r, id);
+    if (is_candidate(&graph->nodes[id])) status = recall_one(&r, id);
+    if (status == EG_OK) status = infer_known(graph, id);
   }
   egi_text_free(&r.text);
   egi_arena_clear(&r.arena);

@@ -132,6 +132,8 @@ static eg_status export_names(egi_exporter *exporter, const egi_graph *graph, co
 static eg_status export_name(egi_exporter *exporter, const egi_node *node, egi_node_id id, Onnx__NodeProto *row) {
   row->name = egi_export_text(node->name[0] ? node->name : NULL);
   if (node->origin || !node->scope || !node->scope[0]) return EG_OK;
+  const char *known = egi_scope_from_node_name(&exporter->arena, node->name);
+  if (known && !strcmp(known, node->scope)) return EG_OK; /* read from such a file */
   row->name = egi_arena_format(&exporter->arena, "/%s/%s_%u", node->scope, row->op_type, id);
   return row->name ? EG_OK : EG_ERROR_MEMORY;
 }

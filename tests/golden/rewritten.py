@@ -42,16 +42,26 @@ def inputs_of(session, batch, sequence, head_dim):
 
 
 def session_of(path):
+    """Products with activations rounded to int8 are computed with float32 ones: the files are held to the same numbers."""
+    model = onnx.load(path)
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "accuracy_level":
+                attribute.i = 1
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 def compare(old, new, head_dim):
     names = {value.name for value in new.get_inputs()}
     for batch, sequence in SIZES:
         feeds = inputs_of(old, batch, sequence, head_dim)
-        want = old.run(["logits"], feeds)[0]
+        try:
+            want = old.run(["logits"], feeds)[0]
+        except Exception as problem:
+            print("  the original does not run:", str(problem)[:300])
+            return None
         got = new.run(["logits"], {k: v for k, v in feeds.items() if k in names})[0]
         keep = feeds["attention_mask"][:, -sequence:] != 0 if "attention_mask" in feeds else np.ones((batch, sequence), bool)
         limit = (3e-2 if want.dtype == np.float16 else 1e-4) * np.abs(want).max()
