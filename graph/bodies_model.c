@@ -1,6 +1,8 @@
-/* Bodies of normalisation and rotary embedding: the formulas of ONNX LayerNormalization-17, RMSNormalization-23 and
- * RotaryEmbedding-23. */
+/* Bodies of normalisation, rotary embedding and gated activations: the formulas of ONNX LayerNormalization-17,
+ * RMSNormalization-23 and RotaryEmbedding-23. */
 #include "graph/bodies.h"
+
+#include <string.h>
 
 /* axes = the dims from `axis` on; false where they cannot be counted from the end. */
 static bool add_axes(egi_body *body) {
@@ -100,5 +102,56 @@ bool egi_body_rotary_embedding(egi_body *body) {
   egi_text_add(body->text,
                is_partial ? "whole = Concat <axis = -1> (rotated, kept)\n" : "whole = Identity (rotated)\n");
   egi_text_add(body->text, is_flat ? "shape = Shape (x)\ny = Reshape (whole, shape)\n" : "y = Identity (whole)\n");
+  return true;
+}
+
+/* ---- activations ------------------------------------------------------------------------------------------------ */
+
+/* "TO = act(FROM)" */
+static bool add_activation(egi_body *body, const char *activation, const char *from, const char *to) {
+  double alpha = (double)egi_node_float(body->node, "alpha", 1.0f);
+  egi_text *text = body->text;
+  if (strcmp(activation, "silu") == 0) {
+    egi_body_number(body, "alpha", alpha, from);
+    egi_text_format(text, "z = Mul (%s, alpha)\nshare = Sigmoid (z)\n%s = Mul (%s, share)\n", from, to, from);
+  } else if (strcmp(activation, "gelu") == 0) {
+    egi_text_format(text, "%s = Gelu (%s)\n", to, from);
+  } else if (strcmp(activation, "gelu_tanh") == 0) {
+    egi_text_format(text, "%s = Gelu <approximate = \"tanh\"> (%s)\n", to, from);
+  } else if (strcmp(activation, "relu") == 0) {
+    egi_text_format(text, "%s = Relu (%s)\n", to, from);
+  } else if (strcmp(activation, "sigmoid") == 0) {
+    egi_text_format(text, "%s = Sigmoid (%s)\n", to, from);
+  } else if (strcmp(activation, "identity") == 0) {
+    egi_text_format(text, "%s = Identity (%s)\n", to, from);
+  } else {
+    return false;
+  }
+  return true;
+}
+
+bool egi_body_swish(egi_body *body) {
+  return add_activation(body, "silu", "x", "y");
+}
+
+/* act(min(gate, limit)) · (clamp(up, ±limit) + offset) */
+bool egi_body_glu(egi_body *body) {
+  double limit = (double)egi_node_float(body->node, "limit", 0.0f);
+  double offset = (double)egi_node_float(body->node, "offset", 0.0f);
+  const char *gate = "gate", *up = "up";
+  if (limit > 0.0) {
+    egi_body_number(body, "high", limit, "gate");
+    egi_body_number(body, "low", -limit, "gate");
+    egi_text_add(body->text, "gate_cut = Clip (gate, , high)\nup_cut = Clip (up, low, high)\n");
+    gate = "gate_cut";
+    up = "up_cut";
+  }
+  if (!add_activation(body, egi_node_string(body->node, "activation", "silu"), gate, "activated")) return false;
+  if (offset != 0.0) {
+    egi_body_number(body, "offset", offset, "up");
+    egi_text_format(body->text, "up_moved = Add (%s, offset)\n", up);
+    up = "up_moved";
+  }
+  egi_text_format(body->text, "y = Mul (activated, %s)\n", up);
   return true;
 }

@@ -143,6 +143,7 @@ static eg_status check_same_shape(const egi_inference *in, const char *what, uns
 eg_status egi_shape_like_first(egi_inference *in) {
   switch (in->node->op) {
   case EGI_OP_GeluGrad:
+  case EGI_OP_SwishGrad:
   case EGI_OP_SoftmaxGrad:
   case EGI_OP_LogSoftmaxGrad:
     EG_TRY(check_same_shape(in, "the gradient's shape", 0, 1));
@@ -164,4 +165,11 @@ eg_status egi_shape_like_first(egi_inference *in) {
     break;
   }
   return egi_shape_set_like(in, 0, egi_shape_input(in, 0));
+}
+
+/* gate, up (, the gradient) of one shape. */
+eg_status egi_shape_glu(egi_inference *in) {
+  for (unsigned i = 1; i < in->node->n_inputs; i++) EG_TRY(check_same_shape(in, "gate and up", 0, i));
+  for (unsigned i = 0; i < in->node->n_outputs; i++) EG_TRY(egi_shape_set_like(in, i, egi_shape_input(in, 0)));
+  return EG_OK;
 }

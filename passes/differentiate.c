@@ -65,7 +65,9 @@ static void mark_dependent(differentiator *state) {
     const egi_node *node = &graph->nodes[id];
     bool is_dependent = false;
     if (node->op == EGI_OP_NONE) continue;
-    for (unsigned i = 0; i < node->n_inputs; i++) is_dependent = is_dependent || state->depends[node->inputs[i]];
+    /* CastLike takes the type of its second input, no number. */
+    unsigned n_inputs = node->op == EGI_OP_CastLike ? 1 : node->n_inputs;
+    for (unsigned i = 0; i < n_inputs; i++) is_dependent = is_dependent || state->depends[node->inputs[i]];
     for (unsigned i = 0; is_dependent && i < node->n_outputs; i++) {
       egi_value_id output = node->outputs[i];
       if (output != 0 && egi_dtype_is_float(graph->values[output].dtype)) state->depends[output] = true;

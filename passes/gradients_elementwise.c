@@ -72,6 +72,25 @@ eg_status egi_gradient_gelu(egi_gradient *gradient) {
   return EG_OK;
 }
 
+/* Gradients of gate and up in one node. */
+eg_status egi_gradient_glu(egi_gradient *gradient) {
+  unsigned n_results = egi_gradient_wants(gradient, 1) ? 2 : 1;
+  egi_value_id results[2] = {0};
+  const egi_value_id inputs[3] = {egi_gradient_input(gradient, 0), egi_gradient_input(gradient, 1),
+                                  gradient->out_gradients[0]};
+  egi_gradient_emit(gradient, EGI_OP_GLUGrad, inputs, 3, results, n_results);
+  for (unsigned i = 0; i < n_results; i++) egi_gradient_set(gradient, i, results[i]);
+  return EG_OK;
+}
+
+eg_status egi_gradient_swish(egi_gradient *gradient) {
+  const egi_value_id inputs[2] = {egi_gradient_input(gradient, 0), gradient->out_gradients[0]};
+  egi_value_id dx = 0;
+  egi_gradient_emit(gradient, EGI_OP_SwishGrad, inputs, 2, &dx, 1);
+  egi_gradient_set(gradient, 0, dx);
+  return EG_OK;
+}
+
 eg_status egi_gradient_log(egi_gradient *gradient) {
   egi_value_id x = egi_gradient_input(gradient, 0);
   egi_gradient_set(gradient, 0, egi_emit_binary(gradient->emit, EGI_OP_Div, gradient->out_gradients[0], x));

@@ -89,7 +89,7 @@ typedef struct egi_goal {
 
 typedef struct egi_miss {
   egi_node_id node; /* of the graph; 0: none yet */
-  unsigned depth;   /* nodes of the pattern that were found */
+  unsigned depth;   /* nodes of the pattern that were found; a whole pattern counts more than any part */
   const char *reason;
   egi_op wanted; /* NONE: `reason` says it all */
 } egi_miss;
@@ -101,6 +101,7 @@ struct egi_match {
   size_t alternative;
   egi_node_id root;
   eg_dtype dtype; /* of the root's result */
+  bool is_whole;  /* the pattern is there: what is left is the check */
   egi_value_id values[EGI_MATCH_VALUES];
   egi_value_id bound[EGI_MATCH_VALUES]; /* pattern values in the order they were bound */
   egi_node_id nodes[EGI_MATCH_NODES];

@@ -22,8 +22,9 @@ static void undo(egi_match *m, mark to) {
 }
 
 void egi_match_miss(egi_match *m, egi_node_id node, const char *reason, egi_op wanted) {
-  if (m->miss.reason != NULL && m->n_bound_nodes <= m->miss.depth) return;
-  m->miss = (egi_miss){.node = node, .depth = m->n_bound_nodes, .reason = reason, .wanted = wanted};
+  unsigned depth = m->n_bound_nodes + (m->is_whole ? EGI_MATCH_NODES : 0u);
+  if (m->miss.reason != NULL && depth <= m->miss.depth) return;
+  m->miss = (egi_miss){.node = node, .depth = depth, .reason = reason, .wanted = wanted};
 }
 
 static bool fail(egi_match *m, egi_node_id node, const char *reason) {
@@ -526,6 +527,7 @@ bool egi_match_run(egi_match *m, const egi_graph *pattern, egi_node_id root) {
   m->pattern = pattern;
   m->root = root;
   undo(m, (mark){0});
+  m->is_whole = false;
   m->n_extras = 0;
   m->n_steps = 0;
   if (index >= node->n_outputs || node->outputs[index] == 0) return false;
@@ -534,5 +536,6 @@ bool egi_match_run(egi_match *m, const egi_graph *pattern, egi_node_id root) {
   /* solve() keeps what it bound when it succeeds */
   for (uint32_t i = 1; i < pattern->n_outputs; i++)
     if (m->values[pattern->outputs[i]] == 0) return fail(m, root, "a result of the pattern has no value of its own");
+  m->is_whole = true;
   return true;
 }

@@ -6,7 +6,7 @@
 
 #include "backend/cpu/cpu.h"
 
-#define EGI_STRIDED_OPERANDS 4
+#define EGI_STRIDED_OPERANDS 5
 
 /* Elements of one task of a memory-bound loop: 64 KiB of f32. */
 #define EGI_TASK_ELEMENTS 16384

@@ -33,6 +33,12 @@ static const gradient_case cases[] = {
     {"(double[2,3] x) => (double[2,3] y) { y = Gelu <approximate = \"tanh\"> (x) }", -2, 2, 0, 0, NULL},
     {UNARY("Log"), 0.5, 2, 0, 0, NULL},
     {UNARY("Neg"), -2, 2, 0, 0, NULL},
+    {UNARY("engraft.Swish <alpha = 1.5>"), -2, 2, 0, 0, NULL},
+    {"(double[2,3] x, double[2,3] u) => (double[2,3] y) { y = engraft.GLU <alpha = 1.5, offset = 1.0> (x, u) }", -2, 2,
+     0, 0, NULL},
+    {"(double[2,3] x, double[2,3] u) => (double[2,3] y) { y = engraft.GLU <activation = \"gelu_tanh\", limit = 1.5> "
+     "(x, u) }",
+     -2, 2, 0, 0, NULL},
     {UNARY("Reciprocal"), 0.5, 2, 0, 0, NULL},
     {UNARY("Relu"), -2, 2, 0, 0, NULL},
     {UNARY("Sigmoid"), -2, 2, 0, 0, NULL},

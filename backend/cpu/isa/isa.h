@@ -85,6 +85,29 @@ typedef struct egi_isa_elementwise {
   void (*add_to)(double *sums, const float *in, int64_t n);
 } egi_isa_elementwise;
 
+/* ---- gated.c -------------------------------------------------------------------------------------------------- */
+
+typedef enum egi_activation {
+  EGI_GATE_SILU,
+  EGI_GATE_GELU,
+  EGI_GATE_GELU_TANH,
+  EGI_GATE_RELU,
+  EGI_GATE_SIGMOID,
+  EGI_GATE_IDENTITY,
+  EGI_GATE_COUNT
+} egi_activation;
+
+/* act(min(gate, limit)) · (clamp(up, ±limit) + offset); alpha is silu's factor, no limit: infinity. */
+typedef struct egi_gate {
+  float alpha, limit, offset;
+} egi_gate;
+
+typedef struct egi_isa_gated {
+  void (*forward[EGI_GATE_COUNT])(float *out, const float *gate, const float *up, const egi_gate *p, int64_t n);
+  /* in: gate, up, dy */
+  void (*backward[EGI_GATE_COUNT])(float *d_gate, float *d_up, const float *const in[3], const egi_gate *p, int64_t n);
+} egi_isa_gated;
+
 /* ---- gemm.c --------------------------------------------------------------------------------------------------- */
 
 /* C[m, n] = alpha · A[m, k] · B[k, n] + beta · C. Strides in elements, any; C is not read when beta is 0. */
@@ -173,6 +196,7 @@ typedef struct egi_isa_train {
 /* TABLE(member, type) */
 #define EGI_ISA_TABLES(TABLE)             \
   TABLE(elementwise, egi_isa_elementwise) \
+  TABLE(gated, egi_isa_gated)             \
   TABLE(gemm, egi_isa_gemm)               \
   TABLE(rows, egi_isa_rows)               \
   TABLE(train, egi_isa_train)
