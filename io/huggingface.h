@@ -55,7 +55,8 @@ enum {
   EGI_FAMILY_LOCAL_ROPE = 512,   /* layers with a window have rotary settings of their own */
   EGI_FAMILY_SINKS = 1024,       /* a learned score in each head's softmax that attends to nothing */
   EGI_FAMILY_SKIPS_ROPE = 2048,  /* some layers have no positions: "no_rope_layers" */
-  EGI_FAMILY_YARN = 4096         /* rotary settings default to YaRN */
+  EGI_FAMILY_YARN = 4096,        /* rotary settings default to YaRN */
+  EGI_FAMILY_PARTIAL = 8192      /* a share of each head may be rotated */
 };
 
 /* Module names below the base model; NULL: there is no such module. */
@@ -90,6 +91,7 @@ const egi_family *egi_family_find(const char *model_type);
 typedef enum egi_rope_kind {
   EGI_ROPE_DEFAULT,
   EGI_ROPE_LINEAR,
+  EGI_ROPE_DYNAMIC,
   EGI_ROPE_LLAMA3,
   EGI_ROPE_YARN,
   EGI_ROPE_LONG

@@ -51,34 +51,64 @@ void egi_decoder_add_mask(egi_decoder_builder *b, egi_value_id attention_mask) {
 
 /* ---- rotary positions ---- */
 
-static egi_value_id add_frequencies(egi_decoder_builder *b, const egi_rope_config *rope, const char *part,
-                                    bool is_long) {
+/* f32 [1, 1, rotary_dim / 2] */
+static egi_value_id add_table(egi_decoder_builder *b, const egi_rope_config *rope, const char *part,
+                              const float *numbers) {
   egi_arena *arena = &b->graph->module->arena;
   uint64_t count = (uint64_t)rope->rotary_dim / 2;
   uint32_t index;
   egi_value_id value = 0;
-  if (b->emit.status != EG_OK) return 0;
-  float *frequencies = EGI_NEW(arena, float, (size_t)count);
   const char *name = egi_arena_format(arena, "%s.%s", b->emit.scope, part);
-  if (frequencies == NULL || name == NULL) {
-    b->emit.status = EG_ERROR_MEMORY;
-    return 0;
-  }
-  egi_rope_frequencies(rope, is_long, frequencies);
+  if (name == NULL) b->emit.status = EG_ERROR_MEMORY;
+  if (b->emit.status != EG_OK) return 0;
   egi_weight weight = {.name = name, .dtype = EG_DTYPE_F32, .rank = 3, .dims = {1, 1, (int64_t)count}};
-  weight.bytes = (egi_bytes){
-      .kind = EGI_BYTES_MEMORY, .data = (const uint8_t *)frequencies, .size_bytes = count * sizeof *frequencies};
+  weight.bytes =
+      (egi_bytes){.kind = EGI_BYTES_MEMORY, .data = (const uint8_t *)numbers, .size_bytes = count * sizeof *numbers};
   b->emit.status = egi_module_add_weight(b->graph->module, &weight, &index);
   if (b->emit.status == EG_OK) b->emit.status = egi_graph_add_weight(b->graph, index, &value);
   return value;
 }
 
+static float *new_numbers(egi_decoder_builder *b, const egi_rope_config *rope) {
+  float *numbers = EGI_NEW(&b->graph->module->arena, float, (size_t)rope->rotary_dim / 2);
+  if (numbers == NULL) b->emit.status = EG_ERROR_MEMORY;
+  return numbers;
+}
+
+static egi_value_id add_frequencies(egi_decoder_builder *b, const egi_rope_config *rope, const char *part,
+                                    bool is_long) {
+  float *frequencies = new_numbers(b, rope);
+  if (frequencies == NULL) return 0;
+  egi_rope_frequencies(rope, is_long, frequencies);
+  return add_table(b, rope, part, frequencies);
+}
+
+static egi_value_id last_position(egi_decoder_builder *b, egi_value_id column) {
+  const egi_attribute keep = egi_attribute_int("keepdims", 1);
+  return egi_emit(&b->emit, EGI_OP_ReduceMax, &column, 1, &keep, 1);
+}
+
+/* Dynamic NTK scaling: beyond n positions the base grows to theta · g^(d / (d - 2)), g = factor · length / n - (factor
+ * - 1), d = rotary_dim; so frequency i becomes theta^(-2i / d) · g^(-2i / (d - 2)). */
+static egi_value_id grow_frequencies(egi_decoder_builder *b, const egi_rope_config *rope, egi_value_id column) {
+  float *exponents = new_numbers(b, rope);
+  if (exponents == NULL) return 0;
+  for (int64_t i = 0; i < rope->rotary_dim / 2; i++)
+    exponents[i] = (float)(-2.0 * (double)i / (double)(rope->rotary_dim - 2));
+  egi_value_id beyond = egi_emit_binary(&b->emit, EGI_OP_Sub, last_position(b, column),
+                                        egi_emit_scalar(&b->emit, rope->positions - 1.0, EG_DTYPE_F32));
+  beyond = egi_emit_binary(&b->emit, EGI_OP_Max, beyond, egi_emit_scalar(&b->emit, 0.0, EG_DTYPE_F32));
+  egi_value_id growth = egi_emit_binary(&b->emit, EGI_OP_Mul, beyond,
+                                        egi_emit_scalar(&b->emit, rope->factor / rope->positions, EG_DTYPE_F32));
+  growth = egi_emit_binary(&b->emit, EGI_OP_Add, growth, egi_emit_scalar(&b->emit, 1.0, EG_DTYPE_F32));
+  growth = egi_emit_binary(&b->emit, EGI_OP_Pow, growth, add_table(b, rope, "growth", exponents));
+  return egi_emit_binary(&b->emit, EGI_OP_Mul, add_frequencies(b, rope, "inv_freq", false), growth);
+}
+
 /* LongRoPE: another set of frequencies once a position lies beyond the context of the pretraining. */
 static egi_value_id choose_frequencies(egi_decoder_builder *b, const egi_rope_config *rope, egi_value_id column) {
-  const egi_attribute keep = egi_attribute_int("keepdims", 1);
-  egi_value_id last = egi_emit(&b->emit, EGI_OP_ReduceMax, &column, 1, &keep, 1);
   egi_value_id limit = egi_emit_scalar(&b->emit, rope->original_positions - 1.0, EG_DTYPE_F32);
-  const egi_value_id inputs[] = {egi_emit_binary(&b->emit, EGI_OP_Greater, last, limit),
+  const egi_value_id inputs[] = {egi_emit_binary(&b->emit, EGI_OP_Greater, last_position(b, column), limit),
                                  add_frequencies(b, rope, "long_inv_freq", true),
                                  add_frequencies(b, rope, "inv_freq", false)};
   return egi_emit(&b->emit, EGI_OP_Where, inputs, 3, NULL, 0);
@@ -102,10 +132,13 @@ void egi_decoder_add_rotations(egi_decoder_builder *b, egi_value_id positions) {
   for (int i = 0; i < 2; i++) {
     const egi_rope_config *rope = &b->config->ropes[i];
     if (!is_used[i]) continue;
-    egi_value_id frequencies =
-        rope->kind == EGI_ROPE_LONG
-            ? choose_frequencies(b, rope, column)
-            : add_frequencies(b, rope, i == 0 ? "inv_freq" : "sliding_attention_inv_freq", false);
+    egi_value_id frequencies;
+    if (rope->kind == EGI_ROPE_LONG)
+      frequencies = choose_frequencies(b, rope, column);
+    else if (rope->kind == EGI_ROPE_DYNAMIC)
+      frequencies = grow_frequencies(b, rope, column);
+    else
+      frequencies = add_frequencies(b, rope, i == 0 ? "inv_freq" : "sliding_attention_inv_freq", false);
     egi_value_id angles = egi_emit_binary(&b->emit, EGI_OP_Mul, column, frequencies);
     b->cosine[i] = finish_table(b, rope, egi_emit_unary(&b->emit, EGI_OP_Cos, angles));
     b->sine[i] = finish_table(b, rope, egi_emit_unary(&b->emit, EGI_OP_Sin, angles));

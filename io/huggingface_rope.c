@@ -16,8 +16,9 @@ static eg_status read_kind(const egi_json *json, egi_rope_config *rope) {
   static const struct {
     const char *name;
     egi_rope_kind kind;
-  } kinds[] = {{"default", EGI_ROPE_DEFAULT}, {"linear", EGI_ROPE_LINEAR}, {"llama3", EGI_ROPE_LLAMA3},
-               {"yarn", EGI_ROPE_YARN},       {"longrope", EGI_ROPE_LONG}, {"su", EGI_ROPE_LONG}};
+  } kinds[] = {{"default", EGI_ROPE_DEFAULT}, {"linear", EGI_ROPE_LINEAR}, {"dynamic", EGI_ROPE_DYNAMIC},
+               {"llama3", EGI_ROPE_LLAMA3},   {"yarn", EGI_ROPE_YARN},     {"longrope", EGI_ROPE_LONG},
+               {"su", EGI_ROPE_LONG}};
   static const char *const keys[] = {"rope_type", "type", NULL};
   const char *key = egi_json_present(json, keys), *name = "default";
   if (key != NULL) EG_TRY(egi_json_string(json, key, &name));
@@ -102,6 +103,8 @@ static const char *find_fault(const egi_rope_config *rope) {
   if (is_scaled && rope->kind != EGI_ROPE_LINEAR && !(rope->original_positions > 1.0))
     return "original_max_position_embeddings";
   if (is_scaled && !(rope->factor > 0.0)) return "factor";
+  if (rope->kind == EGI_ROPE_DYNAMIC && !(rope->factor >= 1.0)) return "factor";
+  if (rope->kind == EGI_ROPE_DYNAMIC && !(rope->positions >= 1.0)) return "max_position_embeddings";
   if (rope->attention_factor < 0.0) return "attention_factor";
   if (rope->kind == EGI_ROPE_LLAMA3 && !(rope->low_frequency_factor > 0.0)) return "low_freq_factor";
   if (rope->kind == EGI_ROPE_LLAMA3 && !(rope->high_frequency_factor > rope->low_frequency_factor))
@@ -109,6 +112,18 @@ static const char *find_fault(const egi_rope_config *rope) {
   if (rope->kind == EGI_ROPE_YARN && !(rope->beta_slow > 0.0)) return "beta_slow";
   if (rope->kind == EGI_ROPE_YARN && !(rope->beta_fast > 0.0)) return "beta_fast";
   return NULL;
+}
+
+/* Transformers rotates whole heads in most families, and takes no notice of a share in their unscaled settings. */
+static eg_status check_share(const egi_json *json, const egi_decoder_config *config, egi_rope_config *rope) {
+  if ((config->family->flags & EGI_FAMILY_PARTIAL) || !(rope->rotary_share < 1.0)) return EG_OK;
+  if (rope->kind != EGI_ROPE_DEFAULT)
+    return egi_fail(json->ctx, EG_ERROR_UNSUPPORTED, "%s: \"partial_rotary_factor\" is not supported for %s",
+                    json->what, config->family->model_type);
+  egi_log(json->ctx, EG_LOG_WARNING, "%s: \"partial_rotary_factor\" means nothing for %s", json->what,
+          config->family->model_type);
+  rope->rotary_share = 1.0;
+  return EG_OK;
 }
 
 /* One set of settings: `scaling` may have no object. The old context that stands outside goes first (Phi-3). */
@@ -122,8 +137,10 @@ static eg_status settle(const egi_json *json, const egi_json *scaling, egi_arena
   if (fault != NULL)
     return egi_fail(scaling->ctx, EG_ERROR_FORMAT, "%s: rotary settings: \"%s\" is missing or out of range",
                     scaling->what, fault);
+  EG_TRY(check_share(scaling, config, rope));
   rope->rotary_dim = (int64_t)((double)config->head_dim * rope->rotary_share);
-  if (rope->rotary_dim < 2 || rope->rotary_dim % 2 != 0)
+  int64_t least = rope->kind == EGI_ROPE_DYNAMIC ? 4 : 2;
+  if (rope->rotary_dim < least || rope->rotary_dim % 2 != 0)
     return egi_fail(scaling->ctx, EG_ERROR_FORMAT, "%s: %lld of a head's %lld numbers cannot be rotated in pairs",
                     scaling->what, (long long)rope->rotary_dim, (long long)config->head_dim);
   return rope->kind == EGI_ROPE_LONG ? read_long(scaling, arena, rope) : EG_OK;

@@ -68,6 +68,8 @@ static const family_case families[] = {
     {"{\"model_type\":\"phi3\",\"head_dim\":8,\"partial_rotary_factor\":0.5,\"original_max_position_embeddings\":16,"
      "\"rope_scaling\":{\"type\":\"su\",\"short_factor\":[1,1.5],\"long_factor\":[2,3]}," SIZES KV "}",
      {"rotary_embedding_dim: int = 4", "model.rotary_emb.long_inv_freq", "ReduceMax", "Where ("}},
+    {"{\"model_type\":\"llama\",\"head_dim\":8,\"rope_scaling\":{\"rope_type\":\"dynamic\",\"factor\":2}," SIZES "}",
+     {"float[1,1,4] model.rotary_emb.growth", "ReduceMax", "Pow ("}},
     {"{\"model_type\":\"smollm3\",\"no_rope_layers\":[0,1],\"use_sliding_window\":true,\"sliding_window\":8," SIZES KV
      "}",
      {"left_window_size: int = 7", "model.layers.1.self_attn/RotaryEmbedding",
@@ -217,7 +219,11 @@ static void test_bad_configs(void **state) {
        "quantization_config"},
       {"{\"model_type\":\"llama\",\"rope_theta\":0.5," SIZES "}", "rope_theta"},
       {"{\"model_type\":\"llama\",\"rope_scaling\":[]," SIZES "}", "\"rope_scaling\" is not an object"},
-      {"{\"model_type\":\"llama\",\"rope_scaling\":{\"rope_type\":\"dynamic\"}," SIZES "}", "\"dynamic\""},
+      {"{\"model_type\":\"llama\",\"rope_scaling\":{\"rope_type\":\"proportional\"}," SIZES "}", "\"proportional\""},
+      {"{\"model_type\":\"llama\",\"rope_scaling\":{\"rope_type\":\"dynamic\"}," SIZES "}", "\"factor\""},
+      {"{\"model_type\":\"llama\",\"partial_rotary_factor\":0.5,\"rope_scaling\":{\"rope_type\":\"linear\",\"factor\":"
+       "2}," SIZES "}",
+       "\"partial_rotary_factor\" is not supported for llama"},
       {"{\"model_type\":\"llama\",\"rope_scaling\":{\"rope_type\":\"linear\"}," SIZES "}", "\"factor\""},
       {"{\"model_type\":\"llama\",\"rope_scaling\":{\"rope_type\":\"llama3\",\"factor\":8,\"low_freq_factor\":4,"
        "\"high_freq_factor\":1}," SIZES "}",
