@@ -200,12 +200,32 @@ static egi_value_id make_mask(group_query *g, egi_value_id keys) {
 
 /* ---- the operator ----------------------------------------------------------------------------------------------- */
 
+/* The cache after the operator: the tokens of the past, the new ones right behind them, then what is not counted. */
+static egi_value_id compacted(group_query *g, egi_value_id all) {
+  static const int64_t axes[2] = {1, 3};
+  egi_emitter *emit = g->emit;
+  if (g->past_key == 0 || g->is_sliding_cache) return all;
+  egi_value_id index = egi_emit_positions(emit, all, 2), held = egi_emit_size(emit, g->past_key, 2);
+  egi_value_id last =
+      egi_emit_binary(emit, EGI_OP_Sub, egi_emit_size(emit, all, 2), egi_emit_scalar(emit, 1.0, EG_DTYPE_I64));
+  egi_value_id shifted =
+      egi_emit_binary(emit, EGI_OP_Add, index, egi_emit_binary(emit, EGI_OP_Sub, held, g->past_lengths));
+  const egi_value_id choice[3] = {egi_emit_binary(emit, EGI_OP_Less, index, g->past_lengths), index,
+                                  egi_emit_binary(emit, EGI_OP_Min, shifted, last)};
+  egi_value_id from = egi_emit_axes(emit, EGI_OP_Unsqueeze, egi_emit(emit, EGI_OP_Where, choice, 3, NULL, 0), axes, 2);
+  const egi_value_id inputs[2] = {all,
+                                  egi_emit_binary(emit, EGI_OP_Expand, from, egi_emit_unary(emit, EGI_OP_Shape, all))};
+  return egi_emit_with_int(emit, EGI_OP_GatherElements, inputs, 2, "axis", 2);
+}
+
 static eg_status attend(group_query *g) {
   egi_lowering *lowering = g->lowering;
   egi_emitter *emit = g->emit;
   egi_lowered_attention a = {.q = g->query, .heads = g->heads, .kv_heads = g->kv_heads};
-  a.k = lowering->results[1] = egi_emit_with_past(emit, g->past_key, g->key);
-  a.v = lowering->results[2] = egi_emit_with_past(emit, g->past_value, g->value);
+  a.k = egi_emit_with_past(emit, g->past_key, g->key);
+  a.v = egi_emit_with_past(emit, g->past_value, g->value);
+  if (egi_lowering_wants(lowering, 1)) lowering->results[1] = compacted(g, a.k);
+  if (egi_lowering_wants(lowering, 2)) lowering->results[2] = compacted(g, a.v);
   a.scale = (double)egi_node_float(lowering->node, "scale", 0.0F);
   a.softcap = (double)egi_node_float(lowering->node, "softcap", 0.0F);
   a.bias = egi_lowering_input(lowering, BIAS);

@@ -221,6 +221,7 @@ eg_status egi_lower_merged_attention(egi_lowering *lowering) {
   for (unsigned i = 0; i < 3; i++) EG_TRY(to_heads(&m, projected[i], 0, &m.parts[i]));
   read_merged_past(&m);
   EG_TRY(attend(&m));
+  if (!egi_lowering_wants(lowering, 1)) return EG_OK;
   const egi_value_id present[2] = {egi_emit_axes(m.emit, EGI_OP_Unsqueeze, m.parts[1], &first, 1),
                                    egi_emit_axes(m.emit, EGI_OP_Unsqueeze, m.parts[2], &first, 1)};
   lowering->results[1] = egi_emit_with_int(m.emit, EGI_OP_Concat, present, 2, "axis", 0);
