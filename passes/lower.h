@@ -7,6 +7,7 @@
 typedef struct egi_lowering {
   egi_emitter emit;
   const egi_node *node; /* as it was; it is no longer in the graph */
+  const egi_uses *uses; /* of the graph before the pass */
   egi_value_id results[4];
 } egi_lowering;
 

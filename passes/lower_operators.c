@@ -47,8 +47,12 @@ egi_value_id egi_lowering_input(const egi_lowering *lowering, unsigned index) {
   return index < lowering->node->n_inputs ? lowering->node->inputs[index] : 0;
 }
 
+/* Exporters name results that nobody uses, too. */
 bool egi_lowering_wants(const egi_lowering *lowering, unsigned output) {
-  return output < lowering->node->n_outputs && lowering->node->outputs[output] != 0;
+  egi_value_id value = output < lowering->node->n_outputs ? lowering->node->outputs[output] : 0;
+  if (value == 0) return false;
+  bool is_used = lowering->uses->start[value + 1] > lowering->uses->start[value];
+  return is_used || egi_graph_is_output(lowering->emit.graph, value);
 }
 
 const egi_value *egi_lowering_value(const egi_lowering *lowering, egi_value_id value) {
@@ -117,7 +121,7 @@ static eg_status put_results(egi_lowering *lowering) {
   for (uint16_t i = 0; i < lowering->node->n_outputs; i++) {
     egi_value_id output = lowering->node->outputs[i];
     egi_node_id id;
-    if (output == 0) continue;
+    if (!egi_lowering_wants(lowering, i)) continue;
     if (lowering->results[i] == 0)
       return egi_lowering_fail(lowering, EG_ERROR_UNSUPPORTED, "one of its further outputs is used");
     egi_node identity = {.op = EGI_OP_Identity, .name = lowering->node->name, .scope = lowering->node->scope};
@@ -130,9 +134,9 @@ static eg_status put_results(egi_lowering *lowering) {
   return EG_OK;
 }
 
-static eg_status lower(egi_graph *graph, egi_node_id id, size_t rule) {
+static eg_status lower(egi_graph *graph, const egi_uses *uses, egi_node_id id, size_t rule) {
   egi_node node = graph->nodes[id]; /* its lists stay when it is gone */
-  egi_lowering lowering = {.emit = {.graph = graph, .scope = node.scope}, .node = &node};
+  egi_lowering lowering = {.emit = {.graph = graph, .scope = node.scope}, .node = &node, .uses = uses};
   if (node.name == NULL) node.name = "";
   EG_TRY(check_operands(&lowering, rule));
   EG_TRY(rules[rule].rule(&lowering));
@@ -147,20 +151,30 @@ static bool has_rule(const egi_graph *graph) {
   return false;
 }
 
-eg_status egi_pass_lower_operators(egi_pass_run *run, egi_graph *graph) {
-  EG_TRY(egi_lower_sequences(run, graph));
+static eg_status lower_all(egi_pass_run *run, egi_graph *graph, egi_arena *arena) {
   uint32_t n_nodes = graph->n_nodes;
-  run->report->n_tried = n_nodes - 1;
-  if (!has_rule(graph)) return EG_OK;
+  egi_uses uses;
+  EG_TRY(egi_graph_uses(graph, arena, &uses));
   for (egi_node_id id = 1; id < n_nodes; id++) {
     size_t rule = find_rule(&graph->nodes[id]);
     if (rule == 0) {
       EG_TRY(egi_infer_node(graph, id));
       continue;
     }
-    EG_TRY(lower(graph, id, rule - 1));
+    EG_TRY(lower(graph, &uses, id, rule - 1));
     run->report->n_matched++;
     run->has_changed = true;
   }
   return EG_OK;
+}
+
+eg_status egi_pass_lower_operators(egi_pass_run *run, egi_graph *graph) {
+  EG_TRY(egi_lower_sequences(run, graph));
+  run->report->n_tried = graph->n_nodes - 1;
+  if (!has_rule(graph)) return EG_OK;
+  egi_arena arena;
+  egi_arena_init(&arena, run->ctx, EGI_PURPOSE_GRAPH);
+  eg_status status = lower_all(run, graph, &arena);
+  egi_arena_clear(&arena);
+  return status;
 }

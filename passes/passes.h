@@ -204,7 +204,7 @@ egi_node_id egi_dequantised_below(const egi_graph *graph, egi_value_id value, bo
 typedef enum egi_operand_role {
   EGI_ROLE_MATRIX,    /* of a MatMul, Gemm, Linear or LinearLogProbability: effectively [in, out] */
   EGI_ROLE_QUANTISED, /* the codes of a Linear, or of a DequantizeLinear below a MatMul or Gemm; never trained */
-  EGI_ROLE_TABLE,  /* of a Gather: effectively [rows, features] */
+  EGI_ROLE_TABLE,     /* of a Gather: effectively [rows, features] */
   EGI_ROLE_SCALE,
   EGI_ROLE_BIAS
 } egi_operand_role;

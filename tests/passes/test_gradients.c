@@ -169,6 +169,29 @@ static const gradient_case cases[] = {
      NULL},
     {"(double[4] x, double[4,5] w) => (double[5] y) { t = Transpose (w)  y = engraft.Linear (x, t) }", -2, 2, 0, 0,
      NULL},
+    {"(double[2,3,8] x, double[2,3,8] k, double[8] g, double[8] b) => (double[2,3,8] y, double[2,3,8] z)\n"
+     "{ y, , , z = com.microsoft.SkipSimplifiedLayerNormalization <epsilon = 0.01> (x, k, g, b) }",
+     -2, 2, 0, 0, NULL},
+    {"(double[2,3] x, double[3] b) => (double[2,3] y, double[2,3] z)\n"
+     "{ y = com.microsoft.FastGelu (x, b)  z = com.microsoft.QuickGelu (x) }",
+     -2, 2, 0, 0, NULL},
+    {"(double[4,3] a, double[2,4] b) => (double[3,2] y)\n"
+     "{ y = com.microsoft.FusedMatMul <transA = 1, transB = 1, alpha = 0.5> (a, b) }",
+     -2, 2, 0, 0, NULL},
+#define ROTATION "double[4,2] c = {1,1,0.5,0.9,-0.4,0.7,-1,0.4}, double[4,2] s = {0,0,0.8,0.3,0.9,0.7,0.1,0.9}"
+    {"(double[2,3,16] q) => (double[2,3,8] y)\n<int32[2] l = {2,1}, int32[1] t = {3}, " ROTATION ">\n"
+     "{ y = com.microsoft.GroupQueryAttention <num_heads = 2, kv_num_heads = 1, do_rotary = 1, local_window_size = 2> "
+     "(q, , , , , l, t, c, s) }",
+     -2, 2, 0, 0, NULL},
+    {"(double[2,2,8] q, double[2,2,4] k, double[2,2,4] v, double[2,1,2,4] p, double[2,1,2,4] o, double[2] n)\n"
+     "=> (double[2,2,8] y)\n<int32[2] l = {3,2}, int32[1] t = {4}, " ROTATION ">\n"
+     "{ y = com.microsoft.GroupQueryAttention <num_heads = 2, kv_num_heads = 1, do_rotary = 1, rotary_interleaved = 1, "
+     "softcap = 2.0> (q, k, v, p, o, l, t, c, s, , , n) }",
+     -1, 1, 0, 0, NULL},
+    {"(double[2,3,4] q, double[2,3,4] k, double[2,3,4] v, double[12] b) => (double[2,3,4] y)\n"
+     "<int32[2,3] m = {1,1,1,1,1,0}>\n"
+     "{ y = com.microsoft.MultiHeadAttention <num_heads = 2, unidirectional = 1> (q, k, v, b, m) }",
+     -1, 1, 0, 0, NULL},
 #define QUANTISED(weights, attributes, inputs)                            \
   "(double[3,3] x) => (float[3,2] y) <" weights ", float[2] c = {1, 2}> " \
   "{ a = Cast <to = 1> (x)  y = engraft.Linear <" attributes "> (a, w, c, " inputs ") }"
