@@ -178,6 +178,19 @@ eg_status egi_dim_assume(egi_dims *dims, egi_dim first, egi_dim second) {
   return substitute_best(dims, difference);
 }
 
+/* A symbol stands for itself until it is substituted; anything else is assumed to be the number. */
+eg_status egi_dim_fix(egi_dims *dims, egi_dim symbol, int64_t value) {
+  egi_dim own = egi_dim_resolve(dims, symbol), number = egi_dim_constant(dims, value);
+  EG_TRY(egi_dims_status(dims));
+  if (own == EGI_DIM_NONE || own == number) return EG_OK;
+  const egi_polynomial *p = &dims->polynomials[own];
+  bool is_atom = p->n_terms == 1 && p->terms[0].degree == 1 && p->terms[0].coefficient == 1;
+  if (!is_atom || dims->n_substituted == EGI_MAX_SUBSTITUTES) return egi_dim_assume(dims, own, number);
+  uint32_t atom = p->terms[0].atoms[0];
+  dims->atoms[atom].substitute = number;
+  return flatten_substitutes(dims, atom);
+}
+
 /* ---- evaluation ----------------------------------------------------------------------------------------------- */
 
 typedef struct evaluation {

@@ -80,6 +80,8 @@ bool egi_dim_is_positive(const egi_dims *dims, egi_dim dim);
 /* Records that a and b must be equal; from then on egi_dim_resolve maps one to the other when one of them is a bare
  * symbol or atom. EG_ERROR_SHAPE when both are different numbers. */
 eg_status egi_dim_assume(egi_dims *dims, egi_dim a, egi_dim b);
+/* The symbol is that number from now on, also one that sizes do not have: the length of an empty cache. */
+eg_status egi_dim_fix(egi_dims *dims, egi_dim symbol, int64_t value);
 /* The dim with all assumptions applied. */
 egi_dim egi_dim_resolve(egi_dims *dims, egi_dim dim);
 /* Number with the bindings applied; false when something stays unknown or an assumption is violated. */

@@ -52,12 +52,21 @@ static eg_status prove(fuser *f, const egi_mask *mask, const egi_mask_proof **ou
   return EG_OK;
 }
 
-/* key_valid takes the padding's shape as it is: it must be that of the keys. */
+static bool may_agree(const egi_graph *graph, egi_dim a, egi_dim b) {
+  egi_dims *dims = graph->module->dims;
+  int64_t number;
+  if (egi_dims_agree(graph, a, b)) return true;
+  return !egi_dim_value(dims, egi_dim_resolve(dims, a), &number) &&
+         !egi_dim_value(dims, egi_dim_resolve(dims, b), &number);
+}
+
+/* key_valid takes the padding's shape as it is: it must be that of the keys, or sizes of its own, which inference then
+ * assumes to be equal. */
 static const char *check_padding(const fuser *f, const egi_mask *mask, egi_value_id padding) {
   const egi_value *value = &f->graph->values[padding];
   if (padding == 0) return NULL;
-  bool fits = value->rank == 2 && egi_dims_agree(f->graph, value->dims[0], mask->batch) &&
-              egi_dims_agree(f->graph, value->dims[1], mask->sequence);
+  bool fits = value->rank == 2 && may_agree(f->graph, value->dims[0], mask->batch) &&
+              may_agree(f->graph, value->dims[1], mask->sequence);
   return fits ? NULL : "the padding mask has other sizes than the keys";
 }
 

@@ -30,7 +30,20 @@ static eg_status refuse(copier *c, const char *format, const char *name) {
 
 /* ---- sizes ------------------------------------------------------------------------------------------------------ */
 
-/* The cache is empty; a size of its own that an input has is that of the sequence. */
+/* Symbols that inputs of [batch, sequence] have for themselves: exporters do not always see that they are equal. */
+static int64_t input_size(const copier *c, egi_dim symbol, int64_t otherwise) {
+  const egi_graph *graph = c->x->source;
+  egi_dims *dims = graph->module->dims;
+  for (uint32_t i = 0; i < graph->n_inputs; i++) {
+    const egi_value *value = &graph->values[graph->inputs[i]];
+    if (value->rank != 2) continue;
+    if (egi_dim_resolve(dims, value->dims[0]) == symbol) return c->x->n_batches;
+    if (egi_dim_resolve(dims, value->dims[1]) == symbol) return c->x->n_positions;
+  }
+  return otherwise;
+}
+
+/* The cache is empty; any other size is that of the sequence. */
 static eg_status bind_symbols(copier *c) {
   const egi_mask_extract *x = c->x;
   egi_dims *dims = x->source->module->dims;
@@ -41,9 +54,11 @@ static eg_status bind_symbols(copier *c) {
   for (size_t i = 0; i < count; i++) {
     const char *name;
     egi_dim symbol = egi_dims_symbol_at(dims, i, &name), resolved = egi_dim_resolve(dims, symbol);
-    int64_t value = x->n_positions;
-    if (resolved != sequence && strstr(name, "past") && !strstr(name, "total")) value = 0;
-    if (resolved == batch || (resolved != sequence && strstr(name, "batch"))) value = x->n_batches;
+    int64_t value = input_size(c, resolved, strstr(name, "batch") ? x->n_batches : x->n_positions);
+    if (strstr(name, "past") && !strstr(name, "total")) value = 0;
+    if (resolved == sequence) value = x->n_positions;
+    if (resolved == batch) value = x->n_batches;
+    (void)egi_dim_value(dims, resolved, &value);
     c->bindings[i] = (egi_binding){symbol, value};
   }
   c->n_bindings = count;

@@ -16,9 +16,20 @@ static axes find_axes(const egi_graph *graph) {
   return (axes){graph->values[tokens].dims[0], graph->values[tokens].dims[1]};
 }
 
-static int64_t size_of(const axes *known, const egi_sample_sizes *sample, egi_dim symbol, const char *name) {
+/* A mask may have symbols of its own for batch and sequence. */
+static bool is_of_matrix(const egi_graph *graph, egi_dim symbol, int axis) {
+  for (uint32_t i = 0; i < graph->n_inputs; i++) {
+    const egi_value *value = &graph->values[graph->inputs[i]];
+    if (value->rank == 2 && value->dims[axis] == symbol) return true;
+  }
+  return false;
+}
+
+static int64_t size_of(const egi_graph *graph, const axes *known, const egi_sample_sizes *sample, egi_dim symbol,
+                       const char *name) {
   if (symbol == known->batch) return sample->batch;
   if (symbol == known->sequence) return sample->sequence;
+  if (is_of_matrix(graph, symbol, 0)) return sample->batch;
   if (strstr(name, "past") && !strstr(name, "total")) return 0;
   return strstr(name, "batch") ? sample->batch : sample->sequence;
 }
@@ -35,7 +46,7 @@ static egi_binding *bind_symbols(const egi_graph *graph, const egi_sample_sizes 
     const char *name = NULL;
     bindings[i].symbol = egi_dims_symbol_at(dims, i, &name);
     if (!egi_dim_value(dims, egi_dim_resolve(dims, bindings[i].symbol), &bindings[i].value))
-      bindings[i].value = size_of(&known, sample, bindings[i].symbol, name);
+      bindings[i].value = size_of(graph, &known, sample, bindings[i].symbol, name);
   }
   *out_count = count;
   return egi_dims_check(dims, bindings, count) ? NULL : bindings;

@@ -22,10 +22,10 @@ eg_status egi_run_passes(egi_graph *graph, const char *const *names, size_t n_na
   return egi_passes_run(graph, names, n_names, &options, NULL);
 }
 
-static eg_status prepare_graph(egi_machine *machine, const eg_model *model, eg_dtype dtype) {
+static eg_status prepare_graph(egi_machine *machine, const eg_model *model, eg_dtype dtype, bool is_general) {
   static const char *const widen[] = {"widen_floats", "eliminate_common", "eliminate_dead"};
   static const char *const keep[] = {"widen_products"};
-  static const egi_pipeline_options options;
+  const egi_pipeline_options options = {.is_general = is_general};
   EG_TRY(egi_module_clone(model->module, &machine->module));
   machine->graph = machine->module->graphs[0];
   EG_TRY(egi_passes_run_stage(machine->graph, EGI_STAGE_CANONICALISE, &options));
@@ -34,12 +34,21 @@ static eg_status prepare_graph(egi_machine *machine, const eg_model *model, eg_d
   return egi_run_passes(machine->graph, widen, EGI_COUNT(widen), NULL);
 }
 
-eg_status egi_machine_prepare(egi_machine *machine, const eg_model *model, const char *device, eg_dtype dtype) {
+static eg_status prepare(egi_machine *machine, const eg_model *model, const char *device, eg_dtype dtype,
+                         bool is_general) {
   memset(machine, 0, sizeof *machine);
   machine->ctx = model->ctx;
   machine->backend = egi_backend_cpu();
   EG_TRY(check_device(model->ctx, device, dtype));
-  return prepare_graph(machine, model, dtype);
+  return prepare_graph(machine, model, dtype, is_general);
+}
+
+eg_status egi_machine_prepare(egi_machine *machine, const eg_model *model, const char *device, eg_dtype dtype) {
+  return prepare(machine, model, device, dtype, false);
+}
+
+eg_status egi_machine_prepare_general(egi_machine *machine, const eg_model *model, const char *device, eg_dtype dtype) {
+  return prepare(machine, model, device, dtype, true);
 }
 
 eg_status egi_machine_expand(egi_machine *machine) {

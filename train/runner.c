@@ -4,27 +4,6 @@
 
 #include <string.h>
 
-static eg_status adapt(eg_runner *runner, const egi_peft *peft, bool is_expanded) {
-  static const char *const names[] = {"graft_adapters", "eliminate_common", "eliminate_dead"};
-  egi_machine *machine = &runner->machine;
-  egi_adapters adapters = {.count = 0};
-  if (peft != NULL) EG_TRY(egi_adapters_from_peft(machine->graph, peft, &runner->arena, &adapters));
-  egi_adapt_options options = {.adapters = adapters.targets, .n_adapters = adapters.count, .is_frozen = true};
-  if (peft != NULL) EG_TRY(egi_run_passes(machine->graph, names, EGI_COUNT(names), &options));
-  if (is_expanded) EG_TRY(egi_machine_expand(machine));
-  EG_TRY(egi_machine_allocate(machine));
-  return peft != NULL ? egi_adapters_load(machine, peft) : EG_OK;
-}
-
-static eg_status fill(eg_runner *runner, const eg_runner_options *options) {
-  egi_peft *peft = NULL;
-  if (options->adapter != NULL) EG_TRY(egi_peft_open(runner->ctx, options->adapter, &peft));
-  eg_status status = egi_machine_prepare(&runner->machine, runner->model, options->device, options->dtype);
-  if (status == EG_OK) status = adapt(runner, peft, options->no_fuse != 0);
-  egi_peft_close(peft);
-  return status;
-}
-
 eg_status egi_runner_create(eg_model *model, const eg_runner_options *options, eg_runner **out_runner) {
   eg_runner *runner = egi_allocate(model->ctx, EGI_PURPOSE_DATA, sizeof *runner);
   if (runner == NULL) return EG_ERROR_MEMORY;
@@ -35,7 +14,7 @@ eg_status egi_runner_create(eg_model *model, const eg_runner_options *options, e
   egi_model_retain(model);
   egi_arena_init(&runner->arena, model->ctx, EGI_PURPOSE_DATA);
   egi_arena_init(&runner->run_arena, model->ctx, EGI_PURPOSE_DATA);
-  eg_status status = fill(runner, options);
+  eg_status status = egi_runner_prepare(runner, options);
   if (status != EG_OK) {
     egi_runner_destroy(runner);
     return status;
@@ -57,6 +36,7 @@ void egi_runner_destroy(eg_runner *runner) {
   eg_context *ctx = runner->ctx;
   close_run(runner);
   egi_machine_close(&runner->machine);
+  egi_machine_close(&runner->general);
   egi_arena_clear(&runner->arena);
   egi_model_release(runner->model);
   egi_release(ctx, EGI_PURPOSE_DATA, runner, sizeof *runner);
@@ -82,6 +62,7 @@ int64_t egi_runner_vocabulary(const eg_runner *runner) {
 
 typedef struct call {
   eg_runner *runner;
+  egi_machine *machine;
   const eg_tensor *inputs;
   size_t n_inputs;
   egi_inputs roles; /* roles NULL: not a language model, nothing can be made */
@@ -90,7 +71,7 @@ typedef struct call {
 } call;
 
 static const egi_value *graph_input(const call *c, uint32_t index) {
-  const egi_graph *graph = c->runner->machine.graph;
+  const egi_graph *graph = c->machine->graph;
   return &graph->values[graph->inputs[index]];
 }
 
@@ -121,7 +102,7 @@ static eg_status check_tensor(const call *c, uint32_t index, const eg_tensor *te
 
 /* Every input is given or can be made; others that are given are named in a warning. */
 static eg_status check_inputs(const call *c) {
-  const egi_graph *graph = c->runner->machine.graph;
+  const egi_graph *graph = c->machine->graph;
   for (uint32_t i = 0; i < graph->n_inputs; i++) {
     const eg_tensor *tensor = find_tensor(c, i);
     egi_feed role = c->roles.roles != NULL ? c->roles.roles[i] : EGI_FEED_OTHER;
@@ -142,7 +123,7 @@ static eg_status check_inputs(const call *c) {
 
 /* Sizes of the given inputs, then of those that are made. */
 static eg_status bind_sizes(const call *c, egi_binder *binder) {
-  const egi_graph *graph = c->runner->machine.graph;
+  const egi_graph *graph = c->machine->graph;
   EG_TRY(egi_binder_begin(binder, graph, &c->runner->run_arena));
   binder->past = c->past;
   for (uint32_t i = 0; i < graph->n_inputs; i++) {
@@ -159,14 +140,13 @@ static eg_status make_session(const call *c, bool *out_is_eager) {
   EG_TRY(bind_sizes(c, &binder));
   bool is_dynamic = false;
   egi_plan_options options = {.bindings = binder.bindings, .n_bindings = binder.n, .out_is_dynamic = &is_dynamic};
-  eg_status status =
-      egi_plan_create(runner->ctx, runner->machine.graph, runner->machine.backend, &options, &runner->plan);
-  if (status != EG_OK && is_dynamic && runner->machine.backend->is_host) {
+  eg_status status = egi_plan_create(runner->ctx, c->machine->graph, c->machine->backend, &options, &runner->plan);
+  if (status != EG_OK && is_dynamic && c->machine->backend->is_host) {
     *out_is_eager = true;
     return EG_OK;
   }
   EG_TRY(status);
-  return egi_session_create(runner->machine.store, runner->plan, runner->machine.scratch, &runner->session);
+  return egi_session_create(c->machine->store, runner->plan, c->machine->scratch, &runner->session);
 }
 
 /* ---- filling ---- */
@@ -202,7 +182,7 @@ static eg_status set_given(const call *c, uint32_t index, const eg_tensor *tenso
 
 /* The first input of that role that is given. */
 static const eg_tensor *find_given(const call *c, egi_feed role) {
-  for (uint32_t i = 0; i < c->runner->machine.graph->n_inputs; i++)
+  for (uint32_t i = 0; i < c->machine->graph->n_inputs; i++)
     if (c->roles.roles[i] == role && find_tensor(c, i) != NULL) return find_tensor(c, i);
   return NULL;
 }
@@ -212,7 +192,7 @@ static eg_status make_numbers(const call *c, uint32_t index, int64_t **out_numbe
   const eg_tensor *positions = find_given(c, EGI_FEED_POSITION_IDS);
   bool is_mask = c->roles.roles[index] == EGI_FEED_ATTENTION_MASK;
   egi_making making = {c->bucket.batch, c->bucket.sequence, (uint64_t)c->past, find_given(c, EGI_FEED_ATTENTION_MASK)};
-  uint64_t n_rows = egi_input_rows(c->runner->machine.graph, graph_input(c, index), c->bucket.batch);
+  uint64_t n_rows = egi_input_rows(c->machine->graph, graph_input(c, index), c->bucket.batch);
   uint64_t count = n_rows * (making.sequence + (is_mask ? making.past : 0));
   int64_t *numbers = EGI_NEW(&c->runner->run_arena, int64_t, count > 0 ? (size_t)count : 1);
   if (numbers == NULL) return EG_ERROR_MEMORY;
@@ -238,13 +218,13 @@ static eg_status set_made(const call *c, uint32_t index) {
 /* ---- outputs ---- */
 
 static eg_status make_outputs(const call *c, eg_tensor **out_outputs) {
-  uint32_t n_outputs = c->runner->machine.graph->n_outputs;
+  uint32_t n_outputs = c->machine->graph->n_outputs;
   *out_outputs = EGI_NEW(&c->runner->run_arena, eg_tensor, n_outputs > 0 ? n_outputs : 1);
   return *out_outputs != NULL ? EG_OK : EG_ERROR_MEMORY;
 }
 
 static void set_output(const call *c, uint32_t index, const egi_tensor *tensor, const void *data, eg_tensor *out) {
-  const egi_graph *graph = c->runner->machine.graph;
+  const egi_graph *graph = c->machine->graph;
   *out = (eg_tensor){.name = graph->values[graph->outputs[index]].name,
                      .dtype = tensor->dtype,
                      .rank = (uint32_t)tensor->rank,
@@ -253,7 +233,7 @@ static void set_output(const call *c, uint32_t index, const egi_tensor *tensor, 
 }
 
 static eg_status read_outputs(const call *c, const eg_tensor **out_outputs, size_t *out_count) {
-  const egi_graph *graph = c->runner->machine.graph;
+  const egi_graph *graph = c->machine->graph;
   egi_arena *arena = &c->runner->run_arena;
   eg_tensor *outputs;
   EG_TRY(make_outputs(c, &outputs));
@@ -274,7 +254,7 @@ static eg_status read_outputs(const call *c, const eg_tensor **out_outputs, size
 
 /* Without a plan: every input is given, nothing is made. */
 static eg_status run_eagerly(const call *c, const eg_tensor **out_outputs, size_t *out_count) {
-  const egi_graph *graph = c->runner->machine.graph;
+  const egi_graph *graph = c->machine->graph;
   egi_arena *arena = &c->runner->run_arena;
   egi_tensor *inputs = EGI_NEW(arena, egi_tensor, (size_t)graph->n_inputs + 1);
   egi_tensor *results = EGI_NEW(arena, egi_tensor, (size_t)graph->n_outputs + 1);
@@ -296,7 +276,7 @@ static eg_status run_eagerly(const call *c, const eg_tensor **out_outputs, size_
     memcpy(inputs[i].dims, tensor->dims, sizeof inputs[i].dims);
     egi_tensor_set_contiguous(&inputs[i]);
   }
-  EG_TRY(egi_eager_run(c->runner->machine.store, graph, inputs, arena, results));
+  EG_TRY(egi_eager_run(c->machine->store, graph, inputs, arena, results));
   for (uint32_t i = 0; i < graph->n_outputs; i++) set_output(c, i, &results[i], results[i].data, &outputs[i]);
   *out_outputs = outputs;
   *out_count = graph->n_outputs;
@@ -305,7 +285,7 @@ static eg_status run_eagerly(const call *c, const eg_tensor **out_outputs, size_
 
 /* Batch and sequence of input_ids, when the graph has such an input and it is given; length of the caches. */
 static eg_status find_roles(call *c) {
-  const egi_graph *graph = c->runner->machine.graph;
+  const egi_graph *graph = c->machine->graph;
   egi_inputs roles;
   if (egi_inputs_find(graph, &c->runner->run_arena, &roles) != EG_OK) {
     c->roles.graph = graph;
@@ -329,12 +309,13 @@ eg_status egi_runner_run(eg_runner *runner, const eg_tensor *inputs, size_t n_in
                          size_t *out_count) {
   call c = {.runner = runner, .inputs = inputs, .n_inputs = n_inputs};
   close_run(runner);
+  EG_TRY(egi_runner_choose(runner, inputs, n_inputs, &c.machine));
   EG_TRY(find_roles(&c));
   EG_TRY(check_inputs(&c));
   bool is_eager = false;
   EG_TRY(make_session(&c, &is_eager));
   if (is_eager) return run_eagerly(&c, out_outputs, out_count);
-  for (uint32_t i = 0; i < runner->machine.graph->n_inputs; i++) {
+  for (uint32_t i = 0; i < c.machine->graph->n_inputs; i++) {
     const eg_tensor *tensor = find_tensor(&c, i);
     EG_TRY(tensor != NULL ? set_given(&c, i, tensor) : set_made(&c, i));
   }

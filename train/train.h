@@ -140,6 +140,8 @@ typedef struct egi_machine {
 /* Clones, canonicalises, recognises, widens (not for EG_DTYPE_UNDEFINED: types stay as in the file).
  * EG_ERROR_UNSUPPORTED for a device or type this build has not. */
 eg_status egi_machine_prepare(egi_machine *machine, const eg_model *model, const char *device, eg_dtype dtype);
+/* The same for inputs of any kind: caches stay, and masks that follow positions. */
+eg_status egi_machine_prepare_general(egi_machine *machine, const eg_model *model, const char *device, eg_dtype dtype);
 /* --no-fuse: fused operators become their bodies. After the adapt stage, before differentiation and allocation. */
 eg_status egi_machine_expand(egi_machine *machine);
 eg_status egi_machine_allocate(egi_machine *machine);
@@ -263,7 +265,9 @@ struct eg_runner {
   eg_context *ctx;
   eg_model *model;
   egi_arena arena;
+  eg_runner_options options; /* texts are copies in `arena` */
   egi_machine machine;
+  egi_machine general;   /* for caches that are given and positions of any kind; no module until it is needed */
   egi_graph *generation; /* the graph with the logits as its only output; NULL until asked for */
   egi_arena run_arena;   /* of the last run: plan options, outputs */
   egi_plan *plan;        /* of the last run */
@@ -277,6 +281,9 @@ eg_status egi_runner_run(eg_runner *runner, const eg_tensor *inputs, size_t n_in
                          size_t *out_count);
 eg_status egi_runner_generate(eg_runner *runner, const int32_t *prompt_ids, size_t n_prompt,
                               const eg_generate_options *options, eg_token_function on_token, void *userdata);
+/* runner_machines.c: graph, adapters and memory; and the machine that takes these inputs. */
+eg_status egi_runner_prepare(eg_runner *runner, const eg_runner_options *options);
+eg_status egi_runner_choose(eg_runner *runner, const eg_tensor *inputs, size_t n_inputs, egi_machine **out_machine);
 /* Number of logits; 0: the graph does not say. */
 int64_t egi_runner_vocabulary(const eg_runner *runner);
 

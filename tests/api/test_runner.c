@@ -88,10 +88,10 @@ static const char cached_model[] =
     "{ e = Gather (table, input_ids) keys = Concat <axis = 1> (past_keys, e)\n"
     "  seen = Cast <to = 7> (attention_mask) at = Add (position_ids, none) }";
 
-static eg_runner *make_cached(api_fixture *fixture, eg_model **out_model) {
+static eg_runner *make_from_text(api_fixture *fixture, const char *text, eg_model **out_model) {
   char path[256];
   egi_module *module;
-  api_must(fixture->ctx, egi_module_parse(fixture->ctx, cached_model, strlen(cached_model), &module));
+  api_must(fixture->ctx, egi_module_parse(fixture->ctx, text, strlen(text), &module));
   api_must(fixture->ctx, egi_infer_graph(module->graphs[0]));
   api_path(fixture, path, sizeof path, "cached.onnx");
   api_must(fixture->ctx, egi_module_export(module, module->graphs[0], path));
@@ -116,12 +116,65 @@ static void check_cached(api_fixture *fixture, eg_runner *runner, int64_t n_past
   assert_memory_equal(outputs[2].data, expected, 3 * sizeof *expected);
 }
 
+/* One layer of attention behind a cache, causal by positions. */
+static const char attention_model[] =
+    "<ir_version: 10, opset_import: [\"\": 23]>\n"
+    "g (int64[batch,sequence] input_ids, int64[batch,sequence] position_ids, float[batch,1,past,2] past_key,\n"
+    "   float[batch,1,past,2] past_value)\n"
+    "=> (float[batch,1,sequence,2] y, float[batch,1,total,2] present_key, float[batch,1,total,2] present_value)\n"
+    "<float[6,2] table = {1,2,-1,3,2,-2,0,1,-3,1,2,2}, int64 zero = {0}, int64 one = {1}, int64 two = {2},\n"
+    " int64[1] a0 = {0}, int64[1] a1 = {1}, int64[2] a12 = {1,2}>\n"
+    "{ e = Gather (table, input_ids) q = Unsqueeze (e, a1) v = Neg (q)\n"
+    "  present_key = Concat <axis = 2> (past_key, q) present_value = Concat <axis = 2> (past_value, v)\n"
+    "  s = Shape (present_key) n = Gather (s, two) j = Range (zero, n, one) j2 = Unsqueeze (j, a0)\n"
+    "  i = Unsqueeze (position_ids, a12) i2 = Transpose <perm = [0,1,3,2]> (i) seen = LessOrEqual (j2, i2)\n"
+    "  y = Attention (q, present_key, present_value, seen) }";
+
+/* The last two tokens behind the cache of the first three give what they give in the whole row; a row whose positions
+ * are not those of its tokens keeps its own mask. */
+static void test_attention_behind_caches(void **state) {
+  api_fixture *fixture = *state;
+  static const int64_t ids[] = {1, 4, 2, 5, 3}, positions[] = {0, 1, 2, 3, 4}, all[] = {4, 4, 4, 4, 4};
+  static const float none[1];
+  float whole[10], keys[6], values[6];
+  const eg_tensor *outputs;
+  size_t n;
+  eg_model *model;
+  eg_runner *runner = make_from_text(fixture, attention_model, &model);
+  const eg_tensor plain[] = {{"input_ids", EG_DTYPE_I64, 2, {1, 5}, ids}};
+  api_must(fixture->ctx, eg_runner_run(runner, plain, 1, &outputs, &n));
+  assert_int_equal(n, 1); /* no cache is given: none is given back */
+  memcpy(whole, outputs[0].data, sizeof whole);
+  const eg_tensor first[] = {{"input_ids", EG_DTYPE_I64, 2, {1, 3}, ids},
+                             {"past_key", EG_DTYPE_F32, 4, {1, 1, 0, 2}, none},
+                             {"past_value", EG_DTYPE_F32, 4, {1, 1, 0, 2}, none}};
+  api_must(fixture->ctx, eg_runner_run(runner, first, 3, &outputs, &n));
+  assert_int_equal(n, 3);
+  for (int i = 0; i < 6; i++) assert_true(fabs((double)((const float *)outputs[0].data)[i] - (double)whole[i]) < 1e-6);
+  memcpy(keys, outputs[1].data, sizeof keys);
+  memcpy(values, outputs[2].data, sizeof values);
+  const eg_tensor second[] = {{"input_ids", EG_DTYPE_I64, 2, {1, 2}, ids + 3},
+                              {"position_ids", EG_DTYPE_I64, 2, {1, 2}, positions + 3},
+                              {"past_key", EG_DTYPE_F32, 4, {1, 1, 3, 2}, keys},
+                              {"past_value", EG_DTYPE_F32, 4, {1, 1, 3, 2}, values}};
+  api_must(fixture->ctx, eg_runner_run(runner, second, 4, &outputs, &n));
+  for (int i = 0; i < 4; i++)
+    assert_true(fabs((double)((const float *)outputs[0].data)[i] - (double)whole[6 + i]) < 1e-6);
+  const eg_tensor open[] = {plain[0], {"position_ids", EG_DTYPE_I64, 2, {1, 5}, all}};
+  api_must(fixture->ctx, eg_runner_run(runner, open, 2, &outputs, &n)); /* each query sees every key */
+  assert_true(fabs((double)((const float *)outputs[0].data)[0] - (double)whole[0]) > 1e-3);
+  api_must(fixture->ctx, eg_runner_run(runner, plain, 1, &outputs, &n));
+  assert_memory_equal(outputs[0].data, whole, sizeof whole);
+  eg_runner_destroy(runner);
+  eg_model_destroy(model);
+}
+
 static void test_caches(void **state) {
   api_fixture *fixture = *state;
   static const int64_t ids[] = {1, 2, 3}, first[] = {0, 1, 2}, later[] = {2, 3, 4}, wrong[] = {1, 2, 1};
   static const int64_t all[] = {1, 1, 1, 1, 1}, right[] = {0, 0, 0, 1, 1}, positions[] = {0, 0, 1};
   eg_model *model;
-  eg_runner *runner = make_cached(fixture, &model);
+  eg_runner *runner = make_from_text(fixture, cached_model, &model);
   const eg_tensor inputs[] = {{"input_ids", EG_DTYPE_I64, 2, {1, 3}, ids},
                               {"attention_mask", EG_DTYPE_I64, 2, {1, 3}, wrong}};
   const eg_tensor *outputs;
@@ -222,6 +275,7 @@ int main(void) {
       cmocka_unit_test_setup_teardown(test_made_inputs, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_refused, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_caches, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_attention_behind_caches, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_generate, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_generate_refused, api_setup, api_teardown),
   };

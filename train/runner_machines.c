@@ -1,0 +1,103 @@
+/* The machines of a runner: one for rows that begin at position 0 without a past, and one, made when it is needed, for
+ * caches that the caller gives and positions of any kind. */
+#include "train/train.h"
+
+#include <string.h>
+
+static eg_status adapt(eg_runner *runner, egi_machine *machine, const egi_peft *peft) {
+  static const char *const names[] = {"graft_adapters", "eliminate_common", "eliminate_dead"};
+  egi_adapters adapters = {.count = 0};
+  if (peft != NULL) EG_TRY(egi_adapters_from_peft(machine->graph, peft, &runner->arena, &adapters));
+  egi_adapt_options options = {.adapters = adapters.targets, .n_adapters = adapters.count, .is_frozen = true};
+  if (peft != NULL) EG_TRY(egi_run_passes(machine->graph, names, EGI_COUNT(names), &options));
+  if (runner->options.no_fuse) EG_TRY(egi_machine_expand(machine));
+  EG_TRY(egi_machine_allocate(machine));
+  return peft != NULL ? egi_adapters_load(machine, peft) : EG_OK;
+}
+
+static eg_status prepare(eg_runner *runner, egi_machine *machine, bool is_general) {
+  const eg_runner_options *options = &runner->options;
+  egi_peft *peft = NULL;
+  if (options->adapter != NULL) EG_TRY(egi_peft_open(runner->ctx, options->adapter, &peft));
+  eg_status status = is_general ? egi_machine_prepare_general(machine, runner->model, options->device, options->dtype)
+                                : egi_machine_prepare(machine, runner->model, options->device, options->dtype);
+  if (status == EG_OK) status = adapt(runner, machine, peft);
+  egi_peft_close(peft);
+  return status;
+}
+
+static eg_status keep_text(eg_runner *runner, const char **text) {
+  if (*text == NULL) return EG_OK;
+  *text = egi_arena_copy_text(&runner->arena, *text, strlen(*text));
+  return *text != NULL ? EG_OK : EG_ERROR_MEMORY;
+}
+
+eg_status egi_runner_prepare(eg_runner *runner, const eg_runner_options *options) {
+  runner->options = *options;
+  EG_TRY(keep_text(runner, &runner->options.adapter));
+  EG_TRY(keep_text(runner, &runner->options.device));
+  return prepare(runner, &runner->machine, false);
+}
+
+/* ---- what the inputs ask for ---- */
+
+static const eg_tensor *find_tensor(const eg_tensor *inputs, size_t n_inputs, const char *name) {
+  for (size_t i = 0; i < n_inputs; i++)
+    if (inputs[i].name != NULL && strcmp(inputs[i].name, name) == 0) return &inputs[i];
+  return NULL;
+}
+
+/* An input of the model that was bound is given. */
+static bool gives_cache(const eg_runner *runner, const eg_tensor *inputs, size_t n_inputs) {
+  const egi_graph *model = runner->model->module->graphs[0], *own = runner->machine.graph;
+  for (uint32_t i = 0; i < model->n_inputs; i++) {
+    const char *name = model->values[model->inputs[i]].name;
+    egi_value_id value = egi_graph_find_value(own, name);
+    bool is_kept = value != 0 && own->values[value].kind == EGI_VALUE_INPUT;
+    if (!is_kept && find_tensor(inputs, n_inputs, name) != NULL) return true;
+  }
+  return false;
+}
+
+/* Rows of 0, 1, 2, .., or of ones. */
+static bool is_ordinary(const eg_tensor *tensor, bool is_mask) {
+  uint64_t count = 1, length = tensor->rank > 0 ? (uint64_t)tensor->dims[tensor->rank - 1] : 1;
+  if (!egi_is_whole_type(tensor->dtype) || tensor->data == NULL) return false;
+  for (uint32_t i = 0; i < tensor->rank; i++) count *= (uint64_t)tensor->dims[i];
+  for (uint64_t i = 0; i < count; i++) {
+    int64_t number = tensor->dtype == EG_DTYPE_I64   ? ((const int64_t *)tensor->data)[i]
+                     : tensor->dtype == EG_DTYPE_I32 ? ((const int32_t *)tensor->data)[i]
+                                                     : ((const uint8_t *)tensor->data)[i];
+    if (number != (is_mask ? 1 : (int64_t)(i % length))) return false;
+  }
+  return true;
+}
+
+/* Positions that are given, or made to fit a mask, may be others than those that masks were taken for. */
+static eg_status has_other_positions(eg_runner *runner, const eg_tensor *inputs, size_t n_inputs, bool *out_has) {
+  const egi_graph *graph = runner->machine.graph;
+  egi_inputs roles;
+  *out_has = false;
+  if (!runner->machine.module->assumes_positions) return EG_OK;
+  *out_has = egi_inputs_find(graph, &runner->run_arena, &roles) != EG_OK;
+  for (uint32_t i = 0; i < graph->n_inputs && !*out_has; i++) {
+    bool is_mask = roles.roles[i] == EGI_FEED_ATTENTION_MASK;
+    const eg_tensor *tensor = find_tensor(inputs, n_inputs, graph->values[graph->inputs[i]].name);
+    if (tensor == NULL || (!is_mask && roles.roles[i] != EGI_FEED_POSITION_IDS)) continue;
+    *out_has = !is_ordinary(tensor, is_mask);
+  }
+  return EG_OK;
+}
+
+eg_status egi_runner_choose(eg_runner *runner, const eg_tensor *inputs, size_t n_inputs, egi_machine **out_machine) {
+  bool has_other = false;
+  *out_machine = &runner->machine;
+  EG_TRY(has_other_positions(runner, inputs, n_inputs, &has_other));
+  if (!has_other && !gives_cache(runner, inputs, n_inputs)) return EG_OK;
+  if (runner->general.store == NULL) {
+    egi_machine_close(&runner->general);
+    EG_TRY(prepare(runner, &runner->general, true));
+  }
+  *out_machine = &runner->general;
+  return EG_OK;
+}
