@@ -67,12 +67,13 @@ static void other_functions_are_inlined(void **state) {
   api_fixture *fixture = *state;
   char path[192];
   egi_text text;
-  write_text(fixture,
-             GRAPH("y = engraft.Attention:body1 <scale = 0.3> (q, k, k)") "<domain: \"engraft\", overload: \"body1\", "
-                                                                      "opset_import: [\"\": 23]>\n"
-                                                                      "Attention <scale: float = 0.3> (q, k, v) => (y) "
-                                                                      "{ y = Neg (q) }\n",
-             path, sizeof path, "other.onnx");
+  write_text(
+      fixture,
+      GRAPH("y = engraft.Attention:body1 <scale = 0.3> (q, k, k)") "<domain: \"engraft\", overload: \"body1\", "
+                                                                   "opset_import: [\"\": 23]>\n"
+                                                                   "Attention <scale: float = 0.3> (q, k, v) => (y) "
+                                                                   "{ y = Neg (q) }\n",
+      path, sizeof path, "other.onnx");
   print(fixture, path, &text);
   assert_null(strstr(egi_text_string(&text), "engraft.Attention"));
   assert_non_null(strstr(egi_text_string(&text), "Neg"));
