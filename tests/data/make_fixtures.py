@@ -2,18 +2,20 @@
 """Exports the small models in this folder and their PyTorch references. Needs torch, transformers, peft, onnx, safetensors;
 run it only to make the fixtures anew: the tests read the files.
 
-usage: make_fixtures.py OUT
+usage: make_fixtures.py OUT [MODEL...]
 
-One folder a model: model.<exporter>-op<version>-<attention>[-<dtype>].onnx, and ref.safetensors (ref.<dtype>.safetensors:
-computed in float32 with the weights rounded to that type) with input_ids, attention_mask,
+One folder a model: model.<exporter>-op<version>-<attention>[-<dtype>].onnx, model.genai-<float32|int4>.onnx (written by
+genai_like.py), and ref.safetensors (ref.<dtype>.safetensors: computed in float32 with the weights rounded to that type) with input_ids, attention_mask,
 labels [batch, sequence] (i64), logits, full-training gradients (grad.*), and for LoRA r = 4, alpha = 8 on all linears but
 the head: lora.init.*, lora.logits, lora.grad.* (of the mean loss, before clipping), the losses of ten AdamW steps
 (lora.curve; lr 5e-3, weight decay 0.1, clip 0.3) and lora.final.*. For some hf/: config.json and model.safetensors.
 """
 import os, sys, warnings
-import onnx, torch, transformers
+import genai_like, onnx, torch, transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 warnings.filterwarnings("ignore")
 VOCAB, BATCH, SEQUENCE = 56, 2, 13
@@ -27,7 +29,16 @@ MODELS = {
     "gpt2": (transformers.GPT2Config, dict(vocab_size=VOCAB, n_embd=24, n_layer=2, n_head=4, n_positions=64,
                                            initializer_range=0.15, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0,
                                            attn_pdrop=0.0, bos_token_id=1, eos_token_id=2)),
+    "gpt_oss": (transformers.GptOssConfig, dict(DECODER, head_dim=16, intermediate_size=16, num_local_experts=4,
+                                                num_experts_per_tok=2, sliding_window=5, tie_word_embeddings=False,
+                                                layer_types=["sliding_attention", "full_attention"])),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, dict(DECODER, head_dim=8, moe_intermediate_size=16, num_experts=4,
+                                                    num_experts_per_tok=2, norm_topk_prob=True,
+                                                    tie_word_embeddings=False)),
 }
+EXPERTS = {"gpt_oss": ["batched_mm", "all"], "qwen3_moe": ["batched_mm", "all"]}  # how experts are exported
+GENAI = {"qwen3": ["float32"], "llama": ["int4"], "gpt_oss": ["float32"]}
+INT4_BLOCK = 16
 TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"]}
 VARIANTS = [("dynamo", 20, "eager"), ("dynamo", 23, "sdpa"), ("torchscript", 17, "eager")]
 FOLDERS = ["gpt2", "qwen3"]  # saved as Hugging Face folders too
@@ -44,6 +55,39 @@ class Wrapper(torch.nn.Module):
         return self.m(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids).logits
 
 
+def round_to(key, parameter, rounded):
+    """As the type holds it; int4: as 4-bit products do, the token table as it is."""
+    if rounded != "int4":
+        return parameter.to(rounded).float()
+    if parameter.dim() != 2 or "embed_tokens" in key:
+        return parameter
+    return torch.from_numpy(genai_like.quantise(parameter.detach().numpy(), INT4_BLOCK)[2])
+
+
+def every_expert(self, hidden, indices, weights):
+    """All experts on all tokens, each times its weight, most of which are 0."""
+    total = torch.zeros_like(hidden)
+    for e in range(self.num_experts):
+        turn = (lambda w: w) if isinstance(self, GptOssExperts) else (lambda w: w.T)
+        gate_up = hidden @ turn(self.gate_up_proj[e])
+        if isinstance(self, GptOssExperts):
+            inner = self._apply_gate(gate_up + self.gate_up_proj_bias[e])
+            out = inner @ self.down_proj[e] + self.down_proj_bias[e]
+        else:
+            gate, up = gate_up.chunk(2, dim=-1)
+            out = (self.act_fn(gate) * up) @ turn(self.down_proj[e])
+        total = total + out * (weights * (indices == e)).sum(-1, keepdim=True)
+    return total
+
+
+def choose_experts(model, form):
+    if form == "batched_mm":
+        model.set_experts_implementation(form)
+    for module in model.modules():
+        if form == "all" and isinstance(module, (GptOssExperts, Qwen3MoeExperts)):
+            module.forward = every_expert.__get__(module)
+
+
 def make(name, attention, rounded=None):
     config_class, settings = MODELS[name]
     torch.manual_seed(7)
@@ -56,7 +100,7 @@ def make(name, attention, rounded=None):
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
             if rounded is not None:
-                parameter.copy_(parameter.to(rounded).float())
+                parameter.copy_(round_to(key, parameter, rounded))
     return model
 
 
@@ -134,10 +178,12 @@ def strip(path):
     onnx.save(model, path)
 
 
-def export(name, exporter, opset, attention, data, folder, dtype=None):
+def export(name, exporter, opset, attention, data, folder, dtype=None, experts=None):
     suffix = "" if dtype is None else "-" + str(dtype).removeprefix("torch.")
+    suffix += "" if experts is None else "-" + experts
     path = os.path.join(folder, f"model.{exporter}-op{opset}-{attention}{suffix}.onnx")
     wrapper = Wrapper(make(name, attention, dtype)).eval()
+    choose_experts(wrapper.m, experts)
     if dtype is not None:
         for parameter in wrapper.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -153,21 +199,34 @@ def export(name, exporter, opset, attention, data, folder, dtype=None):
     strip(path)
 
 
+def write_genai(name, kind, data, folder):
+    """The same numbers under the builder's operators; the reference of 4-bit products has their weights."""
+    if kind == "int4":
+        save_file(references(name, data, kind), os.path.join(folder, f"ref.{kind}.safetensors"))
+    path = os.path.join(folder, f"model.genai-{kind}.onnx")
+    genai_like.write(make(name, "eager"), path, INT4_BLOCK if kind == "int4" else 0)
+    print("made", path)
+
+
 def main():
     data = batch()
-    for name in MODELS:
+    for name in sys.argv[2:] or MODELS:
         folder = os.path.join(sys.argv[1], name)
         os.makedirs(folder, exist_ok=True)
         save_file(references(name, data), os.path.join(folder, "ref.safetensors"))
         if name in FOLDERS:
             make(name, "eager").save_pretrained(os.path.join(folder, "hf"))
             os.remove(os.path.join(folder, "hf", "generation_config.json"))
-        for exporter, opset, attention in VARIANTS:
-            try:
-                export(name, exporter, opset, attention, data, folder)
-                print("made", name, exporter, opset)
-            except Exception as problem:
-                print("FAILED", name, exporter, opset, repr(problem)[:300])
+        for kind in GENAI.get(name, []):
+            write_genai(name, kind, data, folder)
+        for exporter, opset, attention in VARIANTS[1 if name in EXPERTS else 0:]:
+            for experts in EXPERTS.get(name, [None]):
+                attention = "eager" if name == "gpt_oss" else attention  # its sinks need it
+                try:
+                    export(name, exporter, opset, attention, data, folder, experts=experts)
+                    print("made", name, exporter, opset, experts or "")
+                except Exception as problem:
+                    print("FAILED", name, exporter, opset, repr(problem)[:300])
         for dtype in NARROW.get(name, []):
             suffix = str(dtype).removeprefix("torch.")
             save_file(references(name, data, dtype), os.path.join(folder, f"ref.{suffix}.safetensors"))
