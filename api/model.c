@@ -36,6 +36,7 @@ static eg_status make_model(eg_context *ctx, egi_onnx *file, eg_model **out_mode
     return status != EG_OK ? status : EG_ERROR_MEMORY;
   }
   *model = (eg_model){.ctx = ctx, .references = 1, .module = module};
+  egi_arena_init(&model->arena, ctx, EGI_PURPOSE_GRAPH);
   egi_context_retain(ctx);
   *out_model = model;
   return EG_OK;
@@ -152,7 +153,8 @@ static eg_status recognise(rewrite *r, egi_graph *graph, const egi_pipeline_opti
 
 /* The passes work on a clone, so that the model is unchanged after an error. */
 static eg_status rewrite_clone(eg_model *model, rewrite *r, const char *passes, bool verify, egi_module *clone) {
-  egi_pipeline_options options = {.verify = verify};
+  egi_pipeline_options options = {.verify = verify, .own_passes = model->own_passes};
+  options.n_own_passes = model->n_own_passes;
   char *report;
   EG_TRY(split_passes(r, passes));
   if (passes == NULL)

@@ -146,11 +146,11 @@ EG_API eg_status eg_model_load_memory(eg_context *context, const void *bytes, si
                                       const eg_model_options *options, eg_model **out_model);
 EG_API void eg_model_destroy(eg_model *model);
 
-/* Runs passes over the model's graph, in the order given: names separated by commas; NULL: the canonicalise and
- * recognise stages. With `verify` != 0 the graph is run before and after each pass on random input and compared.
- * After an error the model is unchanged. */
+/* Runs passes over the model's graph, in the order given: names separated by commas, the host's own among them; NULL:
+ * the canonicalise and recognise stages. With `verify` != 0 the graph is run before and after each pass on random input
+ * and compared. After an error the model is unchanged. */
 EG_API eg_status eg_model_rewrite(eg_model *model, const char *passes, int verify);
-/* JSON: what each pass of the last eg_model_rewrite() tried, matched and nearly matched. */
+/* JSON: what each pass, and each rule of it, tried, matched and nearly matched in the last eg_model_rewrite(). */
 EG_API eg_status eg_model_report(const eg_model *model, eg_write_function write, void *userdata);
 /* Writes an ONNX file, through a temporary file that is renamed. Weights that came from external files are referred
  * to when they lie under the new file's directory, and embedded otherwise (above 1 GiB: written to PATH.data).
@@ -162,6 +162,76 @@ EG_API eg_status eg_model_print(const eg_model *model, eg_write_function write, 
 /* JSON: inputs, outputs, operators, parameters and bytes; the structure of the recognised model, the same for every
  * file of one model; targets: module names an adapter can be grafted to. */
 EG_API eg_status eg_model_inspect(const eg_model *model, eg_write_function write, void *userdata);
+
+/* ---- own rewrites ------------------------------------------------------------------------------------------- */
+
+/* A tensor of a graph. Texts are valid during the callback. */
+typedef struct eg_value_info {
+  const char *name;
+  eg_dtype dtype;
+  int rank;          /* -1: not known */
+  int64_t dims[8];   /* -1: not a number */
+  const char *op;    /* operator whose result it is, "" for an input or a weight */
+  const char *scope; /* module path of that node, "" where there is none */
+} eg_value_info;
+
+/* What a rule's pattern stands for at one place of the graph. Names are those of the pattern's text. */
+typedef struct eg_match eg_match;
+/* 1 when the pattern has a value of that name. */
+EG_API int eg_match_value(const eg_match *match, const char *name, eg_value_info *out_info);
+/* 1 when the value is a known number however it is stored, or `name` an attribute captured as @name. */
+EG_API int eg_match_number(const eg_match *match, const char *name, double *out_number);
+/* Sets the attribute @name of the replacement. */
+EG_API void eg_match_set_float(eg_match *match, const char *name, float number);
+EG_API void eg_match_set_integer(eg_match *match, const char *name, int64_t number);
+/* Returns 0 and keeps the reason for the report. */
+EG_API int eg_match_refuse(eg_match *match, const char *reason);
+
+/* A rewrite as data. Texts are functions in the ONNX text syntax without a name, "(x, w) => (y) { a = Sqrt (x)
+ * y = Mul (a, w) }". A pattern's inputs stand for any value, the same one wherever the name stands. It is compared by
+ * data flow: operands of commutative operators in any order; casts that lose nothing the result could show, Identity,
+ * and the storage of constant numbers do not count; x / c and x · (1/c), 1 / sqrt(x) and x ^ -0.5 and the like are
+ * equal. An attribute in a pattern must have that value, "<keepdims: int = @k>" captures it. Values inside a match that
+ * others use, and are no outputs of the pattern, keep it from being rewritten. */
+typedef struct eg_rule {
+  size_t struct_size;
+  const char *name; /* for eg_model_rewrite(); no pass may have it */
+  const char *const *patterns;
+  size_t n_patterns;       /* alternatives, tried in order */
+  const char *replacement; /* inputs by name: inputs and values of the pattern; as many outputs as the pattern */
+  int (*check)(eg_match *match, void *userdata); /* 0: no rewrite; NULL: always */
+  void *userdata;
+} eg_rule;
+#define EG_RULE_INIT \
+  { sizeof(eg_rule), NULL, NULL, 0, NULL, NULL, NULL }
+
+/* Makes the rule a pass of its own for this model; copied. EG_ERROR_ARGUMENT, _FORMAT, _UNSUPPORTED: a text says
+ * what no graph could hold. */
+EG_API eg_status eg_model_add_rule(eg_model *model, const eg_rule *rule);
+
+/* A graph while a host's pass runs over it: nodes are numbered from 0 in execution order and stay as they are until the
+ * pass returns. */
+typedef struct eg_graph eg_graph;
+typedef struct eg_node_info {
+  const char *name, *op, *domain, *scope; /* "" where there is none */
+  uint32_t n_inputs, n_outputs;
+} eg_node_info;
+EG_API size_t eg_graph_node_count(const eg_graph *graph);
+/* 1 when there is such a node, input or output; an input may be left out. */
+EG_API int eg_graph_node(const eg_graph *graph, size_t node, eg_node_info *out_info);
+EG_API int eg_graph_input(const eg_graph *graph, size_t node, uint32_t input, eg_value_info *out_info);
+EG_API int eg_graph_output(const eg_graph *graph, size_t node, uint32_t output, eg_value_info *out_info);
+/* 1 when the input is a known number, or the node has a number as attribute of that name. */
+EG_API int eg_graph_input_number(const eg_graph *graph, size_t node, uint32_t input, double *out_number);
+EG_API int eg_graph_attribute(const eg_graph *graph, size_t node, const char *name, double *out_number);
+/* The node becomes the nodes of `replacement`, a text as a rule's whose inputs and outputs are the node's in order. It
+ * takes effect when the pass returns EG_OK; a text that does not fit makes eg_model_rewrite() fail then. */
+EG_API eg_status eg_graph_replace(eg_graph *graph, size_t node, const char *replacement);
+
+/* Anything but EG_OK ends eg_model_rewrite() with it. Calls on the model and its context are not allowed inside. */
+typedef eg_status (*eg_pass_function)(eg_graph *graph, void *userdata);
+/* A pass of the host's for this model, under a name that no other pass has. */
+EG_API eg_status eg_model_add_pass(eg_model *model, const char *name, eg_pass_function run, void *userdata);
 
 /* ---- data --------------------------------------------------------------------------------------------------- */
 

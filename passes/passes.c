@@ -5,7 +5,7 @@
 #include "passes/passes.h"
 
 static const egi_pass_info passes[] = {
-#define EGI_PASS(pass_name, stage, summary) {#pass_name, EGI_STAGE_##stage, summary, egi_pass_##pass_name},
+#define EGI_PASS(pass_name, stage, summary) {#pass_name, EGI_STAGE_##stage, summary, egi_pass_##pass_name, NULL},
 #include "passes/passes.def"
 #undef EGI_PASS
 };
@@ -43,6 +43,7 @@ static eg_status run_pass(egi_graph *graph, const egi_pass_info *pass, const egi
   eg_context *ctx = graph->module->ctx;
   egi_pass_run run = {.ctx = ctx, .adapt = options ? options->adapt : NULL, .report = report};
   run.is_general = options && options->is_general;
+  run.userdata = pass->userdata;
   egi_rewrite_check *check = NULL;
   if (options && options->verify) EG_TRY(egi_rewrite_check_begin(graph, &check));
   double start = egi_clock();
@@ -58,14 +59,21 @@ static eg_status run_pass(egi_graph *graph, const egi_pass_info *pass, const egi
   return status;
 }
 
+static const egi_pass_info *find_pass(const char *name, const egi_pipeline_options *options) {
+  for (size_t i = 0; options && i < options->n_own_passes; i++) {
+    if (strcmp(options->own_passes[i].name, name) == 0) return &options->own_passes[i];
+  }
+  return egi_pass_find(name);
+}
+
 eg_status egi_passes_run(egi_graph *graph, const char *const *names, size_t n_names,
                          const egi_pipeline_options *options, egi_pass_report *reports) {
   for (size_t i = 0; i < n_names; i++) {
-    if (!egi_pass_find(names[i]))
+    if (!find_pass(names[i], options))
       return egi_fail(graph->module->ctx, EG_ERROR_ARGUMENT, "there is no pass named \"%s\"", names[i]);
   }
   for (size_t i = 0; i < n_names; i++) {
-    const egi_pass_info *pass = egi_pass_find(names[i]);
+    const egi_pass_info *pass = find_pass(names[i], options);
     egi_pass_report local = {0};
     egi_pass_report *report = reports ? &reports[i] : &local;
     *report = (egi_pass_report){.pass = pass->name};

@@ -51,6 +51,7 @@ typedef struct egi_pass_run {
   const egi_adapt_options *adapt;
   egi_pass_report *report;
   bool is_general;  /* what is given at run time may be any: as in egi_pipeline_options */
+  void *userdata;   /* of the pass */
   bool has_changed; /* the pass sets it */
 } egi_pass_run;
 
@@ -61,6 +62,7 @@ typedef struct egi_pass_info {
   egi_stage stage;
   const char *summary;
   egi_pass_function run;
+  void *userdata;
 } egi_pass_info;
 
 #define EGI_PASS(name, stage, summary) eg_status egi_pass_##name(egi_pass_run *run, egi_graph *graph);
@@ -77,6 +79,8 @@ typedef struct egi_pipeline_options {
   /* Nothing is taken for granted that training and an ordinary run hold to: caches stay inputs and outputs, and masks
    * that follow positions stay as they are. */
   bool is_general;
+  const egi_pass_info *own_passes; /* of the host, known beside those of the table */
+  size_t n_own_passes;
 } egi_pipeline_options;
 
 /* Runs a list of passes over one graph, egi_graph_tidy() and (debug builds) egi_graph_verify() after each.

@@ -23,7 +23,11 @@ typedef struct runner {
 static eg_status parse_text(runner *r, const egi_rule *rule, const char *text, egi_graph **out_graph) {
   char *whole = egi_arena_format(&r->arena, "<domain: \"rule\"> rule %s", text);
   if (whole == NULL) return EG_ERROR_MEMORY;
-  EG_TRY(egi_module_parse_function(r->texts, whole, strlen(whole)));
+  eg_status status = egi_module_parse_function(r->texts, whole, strlen(whole));
+  if (status != EG_OK) {
+    const char *reason = egi_arena_format(&r->arena, "%s", eg_context_error(r->run->ctx));
+    return reason != NULL ? egi_fail(r->run->ctx, status, "rule %s: %s", rule->name, reason) : EG_ERROR_MEMORY;
+  }
   egi_graph *graph = r->texts->functions[r->texts->n_functions - 1].graph;
   if (graph->n_outputs == 0 || graph->n_outputs > EGI_MATCH_EXTRAS || graph->n_values > EGI_MATCH_VALUES ||
       graph->n_nodes > EGI_MATCH_NODES)
@@ -32,10 +36,20 @@ static eg_status parse_text(runner *r, const egi_rule *rule, const char *text, e
   return EG_OK;
 }
 
-/* Results of a pattern come from nodes; a replacement has as many as the pattern, of known operators. */
+static eg_status check_operators(const runner *r, const egi_rule *rule, const egi_graph *text) {
+  for (egi_node_id id = 1; id < text->n_nodes; id++) {
+    if (text->nodes[id].op == EGI_OP_UNKNOWN)
+      return egi_fail(r->run->ctx, EG_ERROR_UNSUPPORTED, "rule %s: operator \"%s\" is not known", rule->name,
+                      text->nodes[id].op_name);
+  }
+  return EG_OK;
+}
+
+/* Results of a pattern come from nodes; a replacement has as many as the pattern. */
 static eg_status check_texts(runner *r, const egi_rule *rule, egi_graph *const *patterns, const egi_graph *text) {
   eg_context *ctx = r->run->ctx;
   for (size_t i = 0; i < rule->n_patterns; i++) {
+    EG_TRY(check_operators(r, rule, patterns[i]));
     for (uint32_t j = 0; j < patterns[i]->n_outputs; j++) {
       if (patterns[i]->values[patterns[i]->outputs[j]].kind != EGI_VALUE_NODE)
         return egi_fail(ctx, EG_ERROR_ARGUMENT, "rule %s: a result of the pattern is an input of it", rule->name);
@@ -44,12 +58,7 @@ static eg_status check_texts(runner *r, const egi_rule *rule, egi_graph *const *
       return egi_fail(ctx, EG_ERROR_ARGUMENT, "rule %s: pattern and replacement have %u and %u results", rule->name,
                       patterns[i]->n_outputs, text->n_outputs);
   }
-  for (egi_node_id id = 1; id < text->n_nodes; id++) {
-    if (text->nodes[id].op == EGI_OP_UNKNOWN)
-      return egi_fail(ctx, EG_ERROR_UNSUPPORTED, "rule %s: operator \"%s\" of the replacement is not known", rule->name,
-                      text->nodes[id].op_name);
-  }
-  return EG_OK;
+  return check_operators(r, rule, text);
 }
 
 /* ---- report ---------------------------------------------------------------------------------------------------- */
@@ -199,17 +208,27 @@ static eg_status visit(runner *r, const egi_rule *rule, egi_graph *const *patter
   return is_candidate ? note_miss(r, report) : EG_OK;
 }
 
-static eg_status run_rule(runner *r, const egi_rule *rule, egi_rule_report *report) {
-  egi_graph **patterns = EGI_NEW(&r->arena, egi_graph *, rule->n_patterns), *replacement = NULL;
+static eg_status read_rule(runner *r, const egi_rule *rule, egi_graph ***out_patterns, egi_graph **out_replacement) {
+  egi_graph **patterns = EGI_NEW(&r->arena, egi_graph *, rule->n_patterns);
   if (patterns == NULL) return EG_ERROR_MEMORY;
   for (size_t i = 0; i < rule->n_patterns; i++) EG_TRY(parse_text(r, rule, rule->patterns[i], &patterns[i]));
-  EG_TRY(parse_text(r, rule, rule->replacement, &replacement));
-  EG_TRY(check_texts(r, rule, patterns, replacement));
-  EG_TRY(prepare_sweep(r));
+  EG_TRY(parse_text(r, rule, rule->replacement, out_replacement));
+  *out_patterns = patterns;
+  return check_texts(r, rule, patterns, *out_replacement);
+}
+
+static void start_rule(runner *r, const egi_rule *rule) {
   memset(&r->match, 0, sizeof r->match);
   r->match.graph = r->graph;
   r->match.rule = rule;
   r->best_depth = 0;
+}
+
+static eg_status run_rule(runner *r, const egi_rule *rule, egi_rule_report *report) {
+  egi_graph **patterns = NULL, *replacement = NULL;
+  EG_TRY(read_rule(r, rule, &patterns, &replacement));
+  EG_TRY(prepare_sweep(r));
+  start_rule(r, rule);
   for (egi_node_id id = r->graph->n_nodes; id-- > 1;)
     if (r->graph->nodes[id].op != EGI_OP_NONE) EG_TRY(visit(r, rule, patterns, replacement, id, report));
   return EG_OK;
@@ -223,6 +242,19 @@ static void sum_up(runner *r, const egi_rule_report *rule) {
   if (rule->nearest_miss == NULL || (report->nearest_miss != NULL && r->best_depth <= r->deepest)) return;
   report->nearest_miss = rule->nearest_miss;
   r->deepest = r->best_depth;
+}
+
+static eg_status open_runner(runner *r, egi_pass_run *run, egi_graph *graph) {
+  *r = (runner){.run = run, .graph = graph};
+  EG_TRY(egi_module_create(run->ctx, &r->texts));
+  egi_arena_init(&r->arena, run->ctx, EGI_PURPOSE_GRAPH);
+  return EG_OK;
+}
+
+static eg_status close_runner(runner *r, eg_status status) {
+  egi_arena_clear(&r->arena);
+  egi_module_destroy(r->texts);
+  return status;
 }
 
 /* New layout nodes and constants may repeat others, or undo them. */
@@ -252,11 +284,72 @@ static eg_status run_rules(runner *r, const egi_rule *rules, size_t n_rules) {
 }
 
 eg_status egi_rules_run(egi_pass_run *run, egi_graph *graph, const egi_rule *rules, size_t n_rules) {
-  runner r = {.run = run, .graph = graph};
-  EG_TRY(egi_module_create(run->ctx, &r.texts));
-  egi_arena_init(&r.arena, run->ctx, EGI_PURPOSE_GRAPH);
-  eg_status status = run_rules(&r, rules, n_rules);
-  egi_arena_clear(&r.arena);
-  egi_module_destroy(r.texts);
-  return status;
+  runner r;
+  EG_TRY(open_runner(&r, run, graph));
+  return close_runner(&r, run_rules(&r, rules, n_rules));
+}
+
+eg_status egi_rule_check(eg_context *ctx, const egi_rule *rule) {
+  egi_pass_run run = {.ctx = ctx};
+  egi_graph **patterns = NULL, *replacement = NULL;
+  runner r;
+  EG_TRY(open_runner(&r, &run, NULL));
+  return close_runner(&r, read_rule(&r, rule, &patterns, &replacement));
+}
+
+/* ---- nodes that a pass names ----------------------------------------------------------------------------------- */
+
+static eg_status bind_node(runner *r, const egi_graph *text, const egi_node *node, egi_value_id *outputs) {
+  egi_match *match = &r->match;
+  if (text->n_inputs != node->n_inputs || text->n_outputs != node->n_outputs || node->n_inputs > EGI_MATCH_EXTRAS)
+    return egi_fail(r->run->ctx, EG_ERROR_ARGUMENT,
+                    "node \"%s\" has %u inputs and %u results, its replacement %u and %u", node_label(r->graph, node),
+                    node->n_inputs, node->n_outputs, text->n_inputs, text->n_outputs);
+  for (unsigned i = 0; i < node->n_inputs; i++)
+    egi_match_bind(match, text->values[text->inputs[i]].name, node->inputs[i]);
+  for (unsigned i = 0; i < node->n_outputs; i++) {
+    if (node->outputs[i] == 0)
+      return egi_fail(r->run->ctx, EG_ERROR_ARGUMENT, "node \"%s\": a result is left out", node_label(r->graph, node));
+    outputs[i] = i + 1;
+    match->values[i + 1] = node->outputs[i];
+  }
+  return EG_OK;
+}
+
+/* The node stands for a pattern of itself. */
+static eg_status replace_node(runner *r, const egi_replacement *request) {
+  const egi_rule rule = {.name = "of a pass", .replacement = request->text};
+  egi_value_id outputs[EGI_MATCH_EXTRAS];
+  egi_graph itself = {.outputs = outputs}, *text = NULL;
+  egi_rule_report unused = {0};
+  const egi_node *node = &r->graph->nodes[request->node];
+  if (node->op == EGI_OP_NONE) return egi_fail(r->run->ctx, EG_ERROR_ARGUMENT, "a node is replaced twice");
+  EG_TRY(parse_text(r, &rule, request->text, &text));
+  EG_TRY(check_operators(r, &rule, text));
+  start_rule(r, &rule);
+  EG_TRY(bind_node(r, text, node, outputs));
+  itself.n_outputs = node->n_outputs;
+  r->match.pattern = &itself;
+  r->match.root = r->match.inside[0] = request->node;
+  r->match.n_inside = 1;
+  r->match.emit = (egi_emitter){.graph = r->graph, .scope = node->scope};
+  egi_node_id first_new = r->graph->n_nodes;
+  EG_TRY(replace(r, text, first_new, &unused));
+  if (unused.n_matched == 0)
+    return egi_fail(r->run->ctx, EG_ERROR_SHAPE, "node \"%s\": its replacement has another shape",
+                    node_label(r->graph, &r->graph->nodes[request->node]));
+  r->run->report->n_matched++;
+  return EG_OK;
+}
+
+static eg_status replace_nodes(runner *r, const egi_replacement *list, size_t count) {
+  EG_TRY(prepare_sweep(r));
+  for (size_t i = 0; i < count; i++) EG_TRY(replace_node(r, &list[i]));
+  return r->is_dirty ? clean_up(r) : EG_OK;
+}
+
+eg_status egi_rules_replace(egi_pass_run *run, egi_graph *graph, const egi_replacement *list, size_t count) {
+  runner r;
+  EG_TRY(open_runner(&r, run, graph));
+  return close_runner(&r, replace_nodes(&r, list, count));
 }

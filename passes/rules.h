@@ -33,6 +33,17 @@ typedef struct egi_rule {
 /* Rules in order, one sweep each; what they leave dead or repeated goes. Fills the report's rules. */
 eg_status egi_rules_run(egi_pass_run *run, egi_graph *graph, const egi_rule *rules, size_t n_rules);
 
+/* Reads the texts of a rule as a run would, without a graph. */
+eg_status egi_rule_check(eg_context *ctx, const egi_rule *rule);
+
+/* A node that a pass wants replaced by the text's nodes: the text's inputs and outputs are the node's, in order. */
+typedef struct egi_replacement {
+  egi_node_id node;
+  const char *text;
+} egi_replacement;
+/* All of them, each node at most once. EG_ERROR_ARGUMENT where a text does not fit its node. */
+eg_status egi_rules_replace(egi_pass_run *run, egi_graph *graph, const egi_replacement *list, size_t count);
+
 /* ---- for checks ----------------------------------------------------------------------------------------------- */
 
 egi_graph *egi_match_graph(const egi_match *match);

@@ -12,6 +12,7 @@ void egi_model_release(eg_model *model) {
   eg_context *ctx = model->ctx;
   egi_module_destroy(model->module);
   if (model->report != NULL) egi_release(ctx, EGI_PURPOSE_GRAPH, model->report, strlen(model->report) + 1);
+  egi_arena_clear(&model->arena);
   egi_release(ctx, EGI_PURPOSE_GRAPH, model, sizeof *model);
   egi_context_release(ctx);
 }

@@ -19,6 +19,9 @@ struct eg_model {
   unsigned references;
   egi_module *module; /* canonical graph in graphs[0] */
   char *report;       /* JSON of the last rewrite */
+  egi_arena arena;    /* of the host's passes and rules */
+  egi_pass_info *own_passes;
+  uint32_t n_own_passes, own_passes_capacity;
 };
 void egi_model_retain(eg_model *model);
 void egi_model_release(eg_model *model);
