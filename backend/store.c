@@ -85,9 +85,27 @@ static void generate_chunk(void *argument, size_t index, size_t worker) {
   }
 }
 
+/* Parts one after the other, transposed where they are to be. */
+static eg_status write_parts(eg_context *ctx, const egi_weight *weight, uint64_t size_bytes, uint8_t *dst) {
+  size_t element = egi_whole_bytes(weight->dtype), done = 0;
+  for (uint32_t p = 0; p < weight->bytes.n_parts; p++) {
+    const egi_bytes_part *part = &weight->bytes.parts[p];
+    size_t rows = (size_t)part->rows, columns = (size_t)part->columns, bytes = rows * columns * element;
+    if (bytes > size_bytes - done) break;
+    if (!part->is_transposed) memcpy(dst + done, part->data, bytes);
+    for (size_t r = 0; part->is_transposed && r < rows; r++)
+      for (size_t c = 0; c < columns; c++)
+        memcpy(dst + done + (c * rows + r) * element, part->data + (r * columns + c) * element, element);
+    done += bytes;
+  }
+  if (done == size_bytes) return EG_OK;
+  return egi_fail(ctx, EG_ERROR_INTERNAL, "weight \"%s\" has other parts than its shape says", weight->name);
+}
+
 eg_status egi_weight_write(eg_context *ctx, const egi_weight *weight, void *dst) {
   uint64_t size_bytes = 0, probe[2] = {0};
   EG_TRY(egi_weight_bytes(ctx, weight, &size_bytes));
+  if (weight->bytes.kind == EGI_BYTES_PARTS) return write_parts(ctx, weight, size_bytes, dst);
   if (weight->bytes.kind == EGI_BYTES_MEMORY) {
     if (size_bytes > 0) memcpy(dst, weight->bytes.data, (size_t)size_bytes);
     return EG_OK;

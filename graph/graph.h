@@ -131,8 +131,16 @@ egi_op egi_op_find(const char *domain, const char *name);
 typedef enum egi_bytes_kind {
   EGI_BYTES_MEMORY, /* `data`: a mapped file, or memory of the arena */
   EGI_BYTES_NORMAL, /* normal(mean 0, std) numbers made at load from (seed, weight name) */
-  EGI_BYTES_FILL    /* every element is `value` */
+  EGI_BYTES_FILL,   /* every element is `value` */
+  EGI_BYTES_PARTS   /* `parts` one after the other */
 } egi_bytes_kind;
+
+/* A matrix somewhere in memory, written as it is or transposed. */
+typedef struct egi_bytes_part {
+  const uint8_t *data;
+  int64_t rows, columns; /* as they lie there */
+  bool is_transposed;
+} egi_bytes_part;
 
 typedef struct egi_bytes {
   egi_bytes_kind kind;
@@ -142,6 +150,8 @@ typedef struct egi_bytes {
   uint64_t offset;  /* in that file */
   double value;     /* NORMAL: standard deviation; FILL: the value */
   uint64_t seed;    /* NORMAL */
+  const egi_bytes_part *parts;
+  uint32_t n_parts;
 } egi_bytes;
 
 /* A constant tensor: initializer or constant. Shapes of weights are numbers. */
@@ -193,7 +203,6 @@ typedef struct egi_state {
   uint64_t offset;            /* in elements of dtype, from the pool's start */
   uint32_t weight;            /* initialised from this weight (full training), or 0 */
   bool is_transposed;         /* the file holds the 2-D transpose of what the graph holds */
-  bool is_vector;             /* the file holds one dim, whatever dims of 1 the graph has beside it */
   bool has_decay;             /* weight decay applies */
   const egi_rows_part *parts; /* in the file: tensors of these names and rows (its first dim); NULL: the whole */
   uint32_t n_parts;

@@ -160,8 +160,7 @@ static eg_status replace_one(grafter *state, const egi_parameter *parameter) {
                       .rank = weight->rank,
                       .weight = parameter->weight,
                       .is_transposed = parameter->is_transposed,
-                      .is_vector = parameter->is_vector,
-                      .has_decay = weight->rank >= 2 && !parameter->is_vector,
+                      .has_decay = weight->rank >= 2,
                       .parts = parameter->parts,
                       .n_parts = parameter->n_parts};
   memcpy(wanted.dims, weight->dims, sizeof(wanted.dims));
@@ -186,6 +185,7 @@ static eg_status replace_all(grafter *state) {
   egi_operand *operands = NULL;
   EG_TRY(egi_find_operands(state->graph, &state->arena, &operands, &n_operands));
   EG_TRY(refuse_quantised(state, operands, n_operands));
+  EG_TRY(egi_stack_experts(state->graph));
   EG_TRY(egi_find_parameters(state->graph, &state->arena, &parameters, &n_parameters));
   if (n_parameters == 0)
     return egi_fail(state->run->ctx, EG_ERROR_DATA, "the model has no weights that can be trained");

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "graph/linear.h"
+#include "graph/moe.h"
 #include "passes/passes.h"
 
 typedef struct finder {
@@ -159,6 +160,22 @@ static eg_status add_table(finder *state, egi_node_id id) {
   return EG_OK;
 }
 
+/* Matrices and biases of experts; packed ones are quantised. */
+static eg_status add_experts(finder *state, egi_node_id id) {
+  egi_moe moe;
+  EG_TRY(egi_moe_read(state->graph, id, &moe));
+  for (uint32_t i = EGI_MOE_FIRST_ROLE; i < moe.first[EGI_MOE_GATE_SCALES]; i++) {
+    egi_value_id weight = state->graph->nodes[id].inputs[i];
+    if (state->graph->values[weight].dtype != EG_DTYPE_U8) {
+      EG_TRY(add_operand(state, id, i, EGI_ROLE_EXPERTS, false));
+      continue;
+    }
+    EG_TRY(EGI_GROW(state->arena, &state->list, state->count, &state->capacity));
+    state->list[state->count++] = (egi_operand){id, i, weight, EGI_ROLE_QUANTISED, false};
+  }
+  return EG_OK;
+}
+
 static eg_status visit(finder *state, egi_node_id id) {
   const egi_node *node = &state->graph->nodes[id];
   bool is_hidden = node->n_inputs > 0 && state->is_hidden[node->inputs[0]];
@@ -171,13 +188,13 @@ static eg_status visit(finder *state, egi_node_id id) {
     return add_operand(state, id, 1, EGI_ROLE_MATRIX, false);
   case EGI_OP_Linear:
     return is_hidden ? add_linear(state, id) : EG_OK;
+  case EGI_OP_MoE:
+    return is_hidden ? add_experts(state, id) : EG_OK;
   case EGI_OP_Gemm:
     if (!is_hidden || egi_node_int(node, "transA", 0) != 0) return EG_OK;
     EG_TRY(add_codes(state, id, 1, egi_node_int(node, "transB", 0) != 0));
     EG_TRY(add_operand(state, id, 1, EGI_ROLE_MATRIX, egi_node_int(node, "transB", 0) != 0));
     return add_operand(state, id, 2, EGI_ROLE_BIAS, false);
-  case EGI_OP_MaskedAttention:
-    return is_hidden ? add_operand(state, id, 4, EGI_ROLE_SINKS, false) : EG_OK;
   case EGI_OP_LinearLogProbability:
     EG_TRY(add_operand(state, id, 1, EGI_ROLE_MATRIX, false));
     return add_operand(state, id, 3, EGI_ROLE_BIAS, false);

@@ -132,7 +132,6 @@ typedef struct egi_parameter {
   const char *name;   /* "model.layers.0.self_attn.q_proj.weight" */
   uint32_t weight;    /* index in the module */
   bool is_transposed; /* Hugging Face holds the transpose of the file's bytes */
-  bool is_vector;     /* Hugging Face holds one dim */
   const egi_parameter_use *uses;
   uint32_t n_uses;
   const egi_rows_part *parts; /* of a fused layer: its rows, in Hugging Face's layout, by module; NULL: one module */
@@ -142,6 +141,9 @@ typedef struct egi_parameter {
  */
 eg_status egi_find_parameters(const egi_graph *graph, egi_arena *arena, egi_parameter **out_parameters,
                               size_t *out_count);
+/* Before parameters are looked for: the experts of MoE nodes become stacks as Hugging Face holds and names them. Types
+ * of the nodes' operands stay. */
+eg_status egi_stack_experts(egi_graph *graph);
 /* Every use of the parameter takes `value`, a weight or state of the shape of the parameter's weight, instead: how full
  * training puts states in, and how a trained model is saved with new weights. */
 eg_status egi_replace_parameter(egi_graph *graph, const egi_parameter *parameter, egi_value_id value);
@@ -211,8 +213,8 @@ typedef enum egi_operand_role {
   EGI_ROLE_QUANTISED, /* the codes of a Linear, or of a DequantizeLinear below a MatMul or Gemm; never trained */
   EGI_ROLE_TABLE,     /* of a Gather: effectively [rows, features] */
   EGI_ROLE_SCALE,
-  EGI_ROLE_SINKS, /* of a MaskedAttention: a number for each head */
-  EGI_ROLE_BIAS
+  EGI_ROLE_BIAS,
+  EGI_ROLE_EXPERTS /* of a MoE: a stack over the experts, or one expert's, matrix or bias */
 } egi_operand_role;
 typedef struct egi_operand {
   egi_node_id node;

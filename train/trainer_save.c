@@ -15,10 +15,9 @@ static const egi_state *state_of(const eg_trainer *trainer, const egi_file_tenso
   return &trainer->machine.module->states[tensor->state];
 }
 
-static int file_dims(const eg_trainer *trainer, const egi_file_tensor *tensor, int64_t dims[EGI_MAX_RANK]) {
-  int rank = egi_state_file_dims(state_of(trainer, tensor), dims);
+static void file_dims(const eg_trainer *trainer, const egi_file_tensor *tensor, int64_t dims[EGI_MAX_RANK]) {
+  egi_state_file_dims(state_of(trainer, tensor), dims);
   if (tensor->rows > 0) dims[0] = tensor->rows;
-  return rank;
 }
 
 static eg_status check_index(const eg_trainer *trainer, size_t index) {
@@ -29,8 +28,8 @@ static eg_status check_index(const eg_trainer *trainer, size_t index) {
 eg_status egi_trainer_parameter_info(const eg_trainer *trainer, size_t index, eg_parameter_info *out_info) {
   EG_TRY(check_index(trainer, index));
   const egi_file_tensor *tensor = &trainer->tensors[index];
-  eg_parameter_info info = {.name = tensor->name};
-  info.rank = (uint32_t)file_dims(trainer, tensor, info.dims);
+  eg_parameter_info info = {.name = tensor->name, .rank = (uint32_t)state_of(trainer, tensor)->rank};
+  file_dims(trainer, tensor, info.dims);
   *out_info = info;
   return EG_OK;
 }
@@ -40,8 +39,8 @@ static eg_status check_access(const eg_trainer *trainer, size_t index, size_t n_
   const egi_file_tensor *tensor = &trainer->tensors[index];
   int64_t dims[EGI_MAX_RANK];
   uint64_t count = 1;
-  int rank = file_dims(trainer, tensor, dims);
-  for (int i = 0; i < rank; i++) count *= (uint64_t)dims[i];
+  file_dims(trainer, tensor, dims);
+  for (int i = 0; i < state_of(trainer, tensor)->rank; i++) count *= (uint64_t)dims[i];
   if (n_values == count) return EG_OK;
   return egi_fail(trainer->ctx, EG_ERROR_ARGUMENT, "parameter \"%s\" has %llu values, not %zu", tensor->name,
                   (unsigned long long)count, n_values);
@@ -52,7 +51,7 @@ static eg_status read_whole(const eg_trainer *trainer, const egi_file_tensor *te
                             float **out_values, size_t *out_count, size_t *out_first) {
   const egi_state *state = state_of(trainer, tensor);
   int64_t dims[EGI_MAX_RANK];
-  (void)egi_state_file_dims(state, dims);
+  egi_state_file_dims(state, dims);
   *out_count = (size_t)egi_state_count(state);
   *out_first = *out_count / (size_t)dims[0] * (size_t)tensor->first_row;
   *out_values = egi_allocate(trainer->ctx, EGI_PURPOSE_DATA, *out_count * sizeof **out_values);
@@ -109,9 +108,10 @@ static eg_status read_tensors(const eg_trainer *trainer, egi_arena *arena, egi_s
     EG_TRY(egi_state_read(&trainer->machine, state, EGI_POOL_PARAMETERS, values));
     tensors[i] = (egi_safetensor){.name = state->name,
                                   .dtype = EG_DTYPE_F32,
+                                  .rank = state->rank,
                                   .data = (const uint8_t *)values,
                                   .size_bytes = count * sizeof *values};
-    tensors[i].rank = egi_state_file_dims(state, tensors[i].dims);
+    egi_state_file_dims(state, tensors[i].dims);
   }
   return EG_OK;
 }
@@ -223,6 +223,7 @@ static eg_status write_weights(const eg_trainer *trainer, egi_module *module) {
   size_t n;
   EG_TRY(egi_passes_run_stage(graph, EGI_STAGE_CANONICALISE, &options));
   EG_TRY(egi_passes_run_stage(graph, EGI_STAGE_RECOGNISE, &options));
+  EG_TRY(egi_stack_experts(graph));
   EG_TRY(egi_find_parameters(graph, &module->arena, &parameters, &n));
   for (size_t i = 0; i < n; i++) EG_TRY(replace_weight(trainer, graph, parameters, n, i));
   EG_TRY(egi_passes_run(graph, clean, 1, &options, NULL));
