@@ -49,6 +49,9 @@ eg_status egi_lower_fused_matmul(egi_lowering *lowering);
 eg_status egi_lower_matmul_nbits(egi_lowering *lowering);
 eg_status egi_lower_matmul_bnb4(egi_lowering *lowering);
 eg_status egi_lower_gather_block_quantized(egi_lowering *lowering);
+eg_status egi_lower_matmul_integer(egi_lowering *lowering);
+eg_status egi_lower_quantize_linear(egi_lowering *lowering);
+eg_status egi_lower_dequantize_linear(egi_lowering *lowering);
 /* lower_rotary.c, lower_attention.c, lower_multi_head.c */
 eg_status egi_lower_rotary_embedding(egi_lowering *lowering);
 eg_status egi_lower_group_query_attention(egi_lowering *lowering);

@@ -1,5 +1,5 @@
-/* Lowering of com.microsoft's operators over quantised weights: products become engraft.Linear over the same bytes,
- * gathered rows are unpacked by plain operators. */
+/* Lowering of operators over quantised tensors: com.microsoft's products become engraft.Linear over the same bytes,
+ * gathered rows are unpacked by plain operators, products of integers are those of int32. */
 #include <string.h>
 
 #include "graph/linear.h"
@@ -46,6 +46,46 @@ eg_status egi_lower_matmul_bnb4(egi_lowering *lowering) {
                                        features(lowering, "out_features", "N"), features(lowering, "in_features", "K")};
   lowering->results[0] = egi_emit(&lowering->emit, EGI_OP_Linear, inputs, 4, attributes, 5);
   return EG_OK;
+}
+
+/* ---- the standard operators' relatives -------------------------------------------------------------------------- */
+
+/* Codes without their zero point, in int32; one for each row (of A) stands behind the row's dim. */
+static egi_value_id centred(egi_lowering *lowering, unsigned input, unsigned zero_input, bool is_by_row) {
+  static const int64_t last = -1;
+  egi_emitter *emit = &lowering->emit;
+  egi_value_id x = egi_emit_cast(emit, egi_lowering_input(lowering, input), EG_DTYPE_I32);
+  egi_value_id zero = egi_lowering_input(lowering, zero_input);
+  if (zero == 0) return x;
+  bool is_column = is_by_row && egi_lowering_value(lowering, zero)->rank == 1;
+  zero = egi_emit_cast(emit, zero, EG_DTYPE_I32);
+  if (is_column) zero = egi_emit_axes(emit, EGI_OP_Unsqueeze, zero, &last, 1);
+  return egi_emit_binary(emit, EGI_OP_Sub, x, zero);
+}
+
+/* A, B, a_zero_point?, b_zero_point? (operator version 10) */
+eg_status egi_lower_matmul_integer(egi_lowering *lowering) {
+  lowering->results[0] =
+      egi_emit_binary(&lowering->emit, EGI_OP_MatMul, centred(lowering, 0, 2, true), centred(lowering, 1, 3, false));
+  return EG_OK;
+}
+
+/* com.microsoft had types and blocks before the standard operators had them. */
+static eg_status as_standard(egi_lowering *lowering, egi_op op) {
+  const egi_value_id inputs[3] = {egi_lowering_input(lowering, 0), egi_lowering_input(lowering, 1),
+                                  egi_lowering_input(lowering, 2)};
+  const egi_attribute attributes[2] = {egi_attribute_int("axis", egi_node_int(lowering->node, "axis", 1)),
+                                       egi_attribute_int("block_size", egi_node_int(lowering->node, "block_size", 0))};
+  lowering->results[0] = egi_emit(&lowering->emit, op, inputs, inputs[2] != 0 ? 3 : 2, attributes, 2);
+  return EG_OK;
+}
+
+eg_status egi_lower_quantize_linear(egi_lowering *lowering) {
+  return as_standard(lowering, EGI_OP_QuantizeLinear);
+}
+
+eg_status egi_lower_dequantize_linear(egi_lowering *lowering) {
+  return as_standard(lowering, EGI_OP_DequantizeLinear);
 }
 
 /* ---- GatherBlockQuantized --------------------------------------------------------------------------------------- */

@@ -100,6 +100,8 @@ def quantised():
         codes = rng.integers(0, 256, 5 * 32 // 2).astype(np.uint8)
         add(f"bnb4_{name}", "MatMulBnb4", [("x", numbers(3, 32)), ("w", codes), ("s", rng.uniform(0.1, 1, 10).astype(np.float32))],
             ["y"], "ws", K=32, N=5, block_size=16, quant_type=type_)
+    codes = rng.integers(0, 256, (4, 6)).astype(np.uint8)
+    add("dequantize", "DequantizeLinear", [("x", codes), ("s", numbers(6)), ("z", rng.integers(0, 256, 6).astype(np.uint8))], ["y"], axis=1)
     ids = np.array([[3, 0], [6, 3]], np.int64)
     for bits in (4, 8):
         codes = packed(rng.integers(0, 2**bits, (7, 32)), bits)
