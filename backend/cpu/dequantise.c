@@ -18,7 +18,7 @@ const float *egi_bnb4_levels(int64_t quant_type) {
 static unsigned code_at(const uint8_t *codes, unsigned bits, bool is_high_first, int64_t index) {
   unsigned per_byte = 8 / bits, place = (unsigned)(index % per_byte);
   if (is_high_first) place = per_byte - 1 - place;
-  return codes[index / per_byte] >> (place * bits) & ((1u << bits) - 1u);
+  return (unsigned)codes[index / per_byte] >> (place * bits) & ((1u << bits) - 1u);
 }
 
 static float number_of(unsigned code, unsigned bits, bool is_signed) {
