@@ -1,6 +1,7 @@
 /* Caches of keys and values are bound empty: training and an ordinary run begin without a past. The length of each
  * becomes 0, what was joined to it stands alone, attention loses its past, and the outputs that held the longer cache
- * go. Nothing happens where inputs may be any (is_general). Ends: every input is bound once. */
+ * go. A cache of fixed length that new keys are written into (TensorScatter) is left out the same way. Nothing happens
+ * where inputs may be any (is_general). Ends: every input is bound once. */
 #include <string.h>
 
 #include "passes/passes.h"
@@ -10,7 +11,8 @@ typedef struct binder {
   egi_graph *graph;
   egi_arena arena;
   egi_uses uses;
-  bool *is_bound; /* by value: an input that is a cache */
+  bool *is_bound;  /* by value: an input that is a cache */
+  bool *is_joined; /* by value: a cache with what was added */
 } binder;
 
 static bool names_cache(const char *name) {
@@ -89,6 +91,47 @@ static eg_status bind_inputs(binder *b, uint32_t *out_count) {
   return EG_OK;
 }
 
+/* ---- caches that are written into ------------------------------------------------------------------------------- */
+
+/* ScatterElements(cache, places, update), which TensorScatter is lowered to, of a graph input: the update, or 0. */
+static egi_value_id find_update(const egi_graph *graph, egi_value_id value, egi_value_id *out_cache) {
+  if (graph->values[value].kind != EGI_VALUE_NODE) return 0;
+  const egi_node *node = &graph->nodes[graph->values[value].producer];
+  if (node->op != EGI_OP_ScatterElements || graph->values[node->inputs[0]].kind != EGI_VALUE_INPUT) return 0;
+  const egi_value *cache = &graph->values[node->inputs[0]];
+  if (cache->rank < 3 || !egi_dtype_is_float(cache->dtype)) return 0;
+  *out_cache = node->inputs[0];
+  return node->inputs[2];
+}
+
+static bool is_of_length(const egi_graph *graph, egi_value_id query, egi_value_id update) {
+  egi_dims *dims = graph->module->dims;
+  const egi_value *q = &graph->values[query], *k = &graph->values[update];
+  return q->rank == k->rank && q->rank >= 3 &&
+         egi_dim_resolve(dims, q->dims[q->rank - 2]) == egi_dim_resolve(dims, k->dims[k->rank - 2]);
+}
+
+/* Attention over such caches as far as nonpad_kv_seqlen says: written at 0, the new keys are all there is. */
+static void bind_written(binder *b, uint32_t *count) {
+  egi_graph *graph = b->graph;
+  for (egi_node_id id = 1; id < graph->n_nodes; id++) {
+    egi_node *node = &graph->nodes[id];
+    egi_value_id caches[2] = {0, 0};
+    if (node->op != EGI_OP_Attention || node->n_inputs < 7 || node->inputs[6] == 0 || node->inputs[3] != 0) continue;
+    egi_value_id key = find_update(graph, node->inputs[1], &caches[0]);
+    egi_value_id value = find_update(graph, node->inputs[2], &caches[1]);
+    if (key == 0 || value == 0 || !is_of_length(graph, node->inputs[0], key)) continue;
+    for (unsigned i = 0; i < 2; i++) {
+      b->is_joined[node->inputs[1 + i]] = b->is_bound[caches[i]] = true;
+      b->run->report->n_tried++;
+      ++*count;
+    }
+    node->inputs[1] = key;
+    node->inputs[2] = value;
+    node->n_inputs = 3;
+  }
+}
+
 /* ---- what is empty now ------------------------------------------------------------------------------------------ */
 
 static bool is_empty(const egi_graph *graph, egi_value_id id) {
@@ -147,8 +190,7 @@ static void drop_results(egi_graph *graph, const egi_uses *uses, egi_node *node)
 static eg_status remove_empties(binder *b) {
   egi_graph *graph = b->graph;
   egi_redirect redirect;
-  bool *is_joined = EGI_NEW(&b->arena, bool, graph->n_values), is_done = false;
-  if (!is_joined) return EG_ERROR_MEMORY;
+  bool *is_joined = b->is_joined, is_done = false;
   for (egi_node_id id = 1; id < graph->n_nodes; id++) {
     if (graph->nodes[id].op == EGI_OP_NONE) continue;
     drop_past(graph, &graph->nodes[id]);
@@ -251,16 +293,23 @@ static eg_status settle(binder *b) {
   return egi_passes_run_stage(graph, EGI_STAGE_CANONICALISE, &options);
 }
 
-static eg_status remove_inputs(binder *b) {
+/* Places and lengths of a cache that nobody reads any more go with it. */
+static bool serves_cache(const egi_graph *graph, const egi_uses *before, egi_value_id input) {
+  const egi_value *value = &graph->values[input];
+  bool is_whole = value->dtype == EG_DTYPE_I64 || value->dtype == EG_DTYPE_I32;
+  return is_whole && value->rank <= 1 && before->start[input] != before->start[input + 1];
+}
+
+static eg_status remove_inputs(binder *b, const egi_uses *before) {
   egi_graph *graph = b->graph;
   uint32_t kept = 0;
   EG_TRY(egi_graph_uses(graph, &b->arena, &b->uses));
   for (uint32_t i = 0; i < graph->n_inputs; i++) {
     egi_value_id input = graph->inputs[i];
     bool is_used = b->uses.start[input] != b->uses.start[input + 1];
-    if (b->is_bound[input] && !is_used) {
+    if (!is_used && (b->is_bound[input] || serves_cache(graph, before, input))) {
       egi_graph_delete_value(graph, input);
-      b->run->report->n_matched++;
+      b->run->report->n_matched += b->is_bound[input];
       continue;
     }
     if (b->is_bound[input])
@@ -276,15 +325,18 @@ static eg_status remove_inputs(binder *b) {
 static eg_status bind(binder *b) {
   uint32_t count;
   b->is_bound = EGI_NEW(&b->arena, bool, b->graph->n_values);
-  if (!b->is_bound) return EG_ERROR_MEMORY;
+  b->is_joined = EGI_NEW(&b->arena, bool, b->graph->n_values);
+  if (!b->is_bound || !b->is_joined) return EG_ERROR_MEMORY;
   EG_TRY(egi_graph_uses(b->graph, &b->arena, &b->uses));
+  const egi_uses before = b->uses;
   EG_TRY(bind_inputs(b, &count));
+  bind_written(b, &count);
   if (count == 0) return EG_OK;
   EG_TRY(replace_shapes(b));
   EG_TRY(egi_graph_uses(b->graph, &b->arena, &b->uses));
   EG_TRY(remove_empties(b));
   EG_TRY(settle(b));
-  EG_TRY(remove_inputs(b));
+  EG_TRY(remove_inputs(b, &before));
   b->run->has_changed = true;
   return EG_OK;
 }

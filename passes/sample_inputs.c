@@ -112,19 +112,29 @@ static int64_t position_at(const egi_sample_sizes *sample, int64_t row, int64_t 
   return position < sample->n_padded ? 0 : position - sample->n_padded;
 }
 
+/* Where and how far a cache is filled: at the start of it, with the sequence. */
+static bool is_place(const char *name) {
+  return strstr(name, "write_ind") != NULL;
+}
+static bool is_length(const char *name) {
+  return strstr(name, "seqlen") != NULL;
+}
+
 static int64_t integer_at(const egi_graph *graph, egi_value_id input, const egi_sample_sizes *sample,
                           const egi_tensor *tensor, int64_t i) {
   const char *name = graph->values[input].name;
   int64_t last = tensor->rank > 0 ? tensor->dims[tensor->rank - 1] : 1;
   int64_t row = tensor->rank > 1 && last > 0 ? i / last % tensor->dims[tensor->rank - 2] : 0;
   if (strstr(name, "mask") || tensor->dtype == EG_DTYPE_BOOL) return !egi_sample_is_padding(sample, row, i % last);
+  if (is_place(name) || is_length(name)) return is_length(name) ? sample->sequence : 0;
   return position_at(sample, row, i % last);
 }
 
 static bool fill_input(const egi_graph *graph, egi_value_id input, const egi_sample_sizes *sample, egi_tensor *tensor) {
   const char *name = graph->values[input].name;
   int64_t count = egi_tensor_count(tensor), bound = index_bound(graph, input);
-  bool is_ruled = strstr(name, "mask") || strstr(name, "position") || tensor->dtype == EG_DTYPE_BOOL;
+  bool is_ruled = strstr(name, "mask") || strstr(name, "position") || tensor->dtype == EG_DTYPE_BOOL ||
+                  is_place(name) || is_length(name);
   for (int64_t i = 0; i < count; i++) {
     bool is_stored;
     if (egi_dtype_is_float(tensor->dtype) && !strstr(name, "mask"))

@@ -74,6 +74,22 @@ static const cache_row rows[] = {
          "\"past.key\"") "sb = Shape <start = 0, end = 1> (\"past.value\") o1 = Concat <axis = 0> (sb, a1, a1, a1) "
                          "ex = Expand (seen, o1) y = Attention (q, present_k, present_v, ex) }",
      "input_ids attention_mask ", "y ", 1},
+    {"mobius: Attention of 3 dimensions with past and present",
+     "(int64[B,S] input_ids, float[B,2,past,4] past_key_0, float[B,2,past,4] past_value_0) => (float[B,S,8] y, "
+     "float[B,2,total,4] present_0_key, float[B,2,total,4] present_0_value) " NUMBERS
+     "{ e = Gather (table, input_ids) k = Neg (e) y, present_0_key, present_0_value = "
+     "Attention <is_causal = 1, q_num_heads = 2, kv_num_heads = 2> (e, k, e, , past_key_0, past_value_0) }",
+     "input_ids ", "y ", 1},
+    {"TensorScatter: written into a cache of fixed length",
+     MODEL(", float[B,2,12,4] key_cache_0, float[B,2,12,4] value_cache_0, int64[B] write_indices, "
+           "int64[B] nonpad_kv_seqlen",
+           ", float[B,2,12,4] new_key_0, float[B,2,12,4] new_value_0") "{ " TOKENS "new_key_0 = TensorScatter "
+                                                                                   "(key_cache_0, kn, write_indices) "
+                                                                       "new_value_0 = TensorScatter (value_cache_0, "
+                                                                       "vn, write_indices) "
+                                                                       "y = Attention <is_causal = 1> (q, new_key_0, "
+                                                                       "new_value_0, , , , nonpad_kv_seqlen) }",
+     "input_ids attention_mask ", "y ", 1},
     {"a cache of fixed length stays",
      "(int64[B,S] input_ids, float[B,2,3,4] \"past.key\", float[B,2,3,4] \"past.value\") => (float[B,2,S,4] y) " NUMBERS
      "{ " TOKENS JOIN("past") "y = Attention (q, present_k, present_v) }",
@@ -97,8 +113,8 @@ static void expect_names(const cache_row *row, const egi_graph *graph, const egi
 
 /* The pipeline runs the graph on several samples, with empty caches, before and after. */
 static void check_row(pass_fixture *fixture, const cache_row *row) {
-  static const char *const names[] = {"fold_constants", "fold_shapes", "eliminate_identity", "bind_caches",
-                                      "fuse_attention"};
+  static const char *const names[] = {"lower_operators",    "fold_constants", "fold_shapes",
+                                      "eliminate_identity", "bind_caches",    "fuse_attention"};
   const egi_pipeline_options options = {.verify = true};
   pass_graph(fixture, row->text);
   if (egi_passes_run(fixture->graph, names, EGI_COUNT(names), &options, NULL) != EG_OK ||
