@@ -15,8 +15,13 @@
       "e = Add (t, one) h = Mul (e, half) y = Mul (x, h) }",          \
       "(x) => (y) { " NUMBER("half", "0.5") form "e = Mul (t, half) h = Add (e, half) y = Mul (x, h) }"
 
+/* h + h · t with h = x / 2 */
+#define AS_SUM(form) "(x) => (y) { " NUMBER("half", "0.5") form "h = Mul (x, half) e = Mul (h, t) y = Add (h, e) }"
+#define INNER_ERF NUMBER("root", "0.70710678118654752") "s = Mul (x, root) t = Erf (s) "
+
 static const char *const gelu_exact[] = {
-    OF_ONE(NUMBER("root", "0.70710678118654752") "s = Mul (x, root) t = Erf (s) "),
+    OF_ONE(INNER_ERF),
+    AS_SUM(INNER_ERF),
 };
 
 /* u = sqrt(2/pi) · (x + 0.044715 x³) */
@@ -34,6 +39,7 @@ static const char *const gelu_tanh[] = {
     OF_ONE(INNER_CUBIC),
     OF_ONE(INNER_SQUARE),
     OF_ONE(INNER_SCALED),
+    AS_SUM(INNER_CUBIC),
     /* x · sigmoid(2u), which is the same */
     "(x) => (y) { " CUBIC NUMBER("root", "1.5957691216057308") "u = Mul (i, root) t = Sigmoid (u) y = Mul (x, t) }",
 };
@@ -55,6 +61,12 @@ static const char *const gated[] = {
     GATED("Sigmoid"),
 };
 static const char *const activations[] = {"silu", "gelu", "gelu_tanh", "relu", "sigmoid"};
+
+/* gate · up · sigmoid(gate) with the factors in another order */
+static const char *const spread[] = {
+    "(gate, up) => (y) { s = Sigmoid (gate) m = Mul (gate, up) y = Mul (m, s) }",
+    "(gate, up) => (y) { s = Sigmoid (gate) m = Mul (s, up) y = Mul (gate, m) }",
+};
 
 /* gate and up cut off on the way in; the rest of the node stays. */
 #define CLIP_GATE "g = Clip (gate, , limit) "
@@ -127,6 +139,11 @@ static bool check_gated(egi_match *match) {
   return egi_match_set(match, &attribute);
 }
 
+static bool check_spread(egi_match *match) {
+  return egi_same_shape(egi_match_graph(match), egi_match_value(match, "gate"), egi_match_value(match, "up")) ||
+         egi_match_refuse(match, "gate and factor differ in shape");
+}
+
 /* A smallest value that cuts nothing off. */
 static bool is_open(const egi_match *match) {
   double lowest = 0.0;
@@ -160,6 +177,8 @@ static const egi_rule rules[] = {
     RULE("gelu", gelu_exact, UNARY("Gelu <approximate = \"none\">"), check_float),
     RULE("gelu_tanh", gelu_tanh, UNARY("Gelu <approximate = \"tanh\">"), check_float),
     RULE("swish", swish, UNARY("engraft.Swish <alpha: float = @alpha>"), check_swish),
+    RULE("glu_spread", spread, "(gate, up) => (y) { y = engraft.GLU <activation = \"silu\", alpha = 1.0> (gate, up) }",
+         check_spread),
     RULE("glu_with_limit", limited,
          "(gate, up) => (y) { y = engraft.GLU <activation = \"silu\", alpha: float = @alpha, limit: float = @limit, "
          "offset: float = @offset> (gate, up) }",

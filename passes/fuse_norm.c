@@ -3,6 +3,7 @@
  * without a scale gets one of ones. Scales that Gemma writes as 1 + w stay that expression. Formulas: RMSNorm
  * (arXiv:1910.07467), LayerNorm (arXiv:1607.06450), as in ONNX RMSNormalization-23 and LayerNormalization-17. */
 #include <math.h>
+#include <string.h>
 
 #include "passes/rules.h"
 
@@ -11,6 +12,10 @@
 /* r = 1 / root of (mean square of `x` + eps), the mean as such or as a sum times 1/count */
 #define MEAN(x) \
   TWO ROOT "q = Pow (" x ", two) m = ReduceMean <keepdims = 1> (q, axes) a = Add (m, eps) r = Pow (a, half) "
+/* The same with the axis dropped and put back. */
+#define FLAT_MEAN(x)                                                                                                \
+  TWO ROOT "q = Pow (" x ", two) f = ReduceMean <keepdims = 0> (q, axes) m = Unsqueeze (f, back) a = Add (m, eps) " \
+           "r = Pow (a, half) "
 #define SUM(x, operation, number)                                                                      \
   TWO ROOT "q = Pow (" x ", two) s = ReduceSum <keepdims = 1> (q, axes) m = " operation " (s, " number \
            ") a = Add (m, eps) "                                                                       \
@@ -22,12 +27,14 @@ static const char *const rms_scaled[] = {
     "(x, axes, eps, w) => (y) { " MEAN("x") "n = Mul (x, r) y = Mul (n, w) }",
     "(x, axes, eps, w) => (y) { " MEAN("x") "n = Mul (r, w) y = Mul (x, n) }",
     "(x, axes, eps, w) => (y) { " MEAN("x") "n = Mul (x, w) y = Mul (n, r) }",
+    "(x, axes, eps, w, back) => (y) { " FLAT_MEAN("x") "n = Mul (x, r) y = Mul (n, w) }",
     "(x, axes, eps, w, count) => (y) { " SUM("x", "Div", "count") "n = Mul (x, r) y = Mul (n, w) }",
     "(x, axes, eps, w, part) => (y) { " SUM("x", "Mul", "part") "n = Mul (x, r) y = Mul (n, w) }",
 };
 
 static const char *const rms_plain[] = {
     "(x, axes, eps) => (y) { " MEAN("x") "y = Mul (x, r) }",
+    "(x, axes, eps, back) => (y) { " FLAT_MEAN("x") "y = Mul (x, r) }",
     "(x, axes, eps, count) => (y) { " SUM("x", "Div", "count") "y = Mul (x, r) }",
     "(x, axes, eps, part) => (y) { " SUM("x", "Mul", "part") "y = Mul (x, r) }",
 };
@@ -51,6 +58,20 @@ static const char *const layer_plain[] = {
     "(x, center, axes, eps) => (y) { " CENTRED MEAN("d") "y = Mul (d, r) }",
 };
 
+/* What stands behind a norm that is one operator already. */
+#define NORM(op) "n = " op " <axis = -1, epsilon: float = @epsilon, stash_type = 1> "
+static const char *const layer_bias_after[] = {
+    "(x, w, b) => (y) { " NORM("LayerNormalization") "(x, w) y = Add (n, b) }",
+};
+
+static const char *const layer_scale_after[] = {
+    "(x, one, w) => (y) { " NORM("LayerNormalization") "(x, one) y = Mul (n, w) }",
+};
+
+static const char *const rms_scale_after[] = {
+    "(x, one, w) => (y) { " NORM("RMSNormalization") "(x, one) y = Mul (n, w) }",
+};
+
 /* ---- checks ---------------------------------------------------------------------------------------------------- */
 
 /* The axis, its length, epsilon and a count that belongs to it. */
@@ -62,6 +83,8 @@ static bool check_core(egi_match *match, const char *squared) {
     return egi_match_refuse(match, "what is normalised is not of a floating type");
   if (!egi_match_is_last_axis(match, "axes", squared))
     return egi_match_refuse(match, "the mean is not over the last axis alone");
+  if (egi_match_value(match, "back") != 0 && !egi_match_is_last_axis(match, "back", "m"))
+    return egi_match_refuse(match, "the axis of the mean is put back elsewhere");
   if (!egi_match_size(match, "x", 1, &length) || length < 1)
     return egi_match_refuse(match, "the size of the last axis is not a number");
   if (!egi_match_scalar(match, "eps", &epsilon)) return egi_match_refuse(match, "epsilon is not a constant number");
@@ -113,7 +136,7 @@ static bool bind_ones(egi_match *match) {
   float *data = EGI_NEW(&graph->module->arena, float, (size_t)length);
   for (int64_t i = 0; data != NULL && i < length; i++) data[i] = 1.0f;
   const egi_tensor tensor = {.data = data, .dtype = EG_DTYPE_F32, .rank = 1, .dims = {length}, .strides = {1}};
-  emit->status = data != NULL ? egi_add_constant(graph, "ones", &tensor, &ones) : EG_ERROR_MEMORY;
+  emit->status = data != NULL ? egi_add_constant(graph, EGI_WEIGHT_ONES, &tensor, &ones) : EG_ERROR_MEMORY;
   if (emit->status == EG_OK) ones = egi_emit_cast(emit, ones, graph->values[egi_match_value(match, "x")].dtype);
   return egi_match_bind(match, "scale", ones);
 }
@@ -154,6 +177,37 @@ static bool check_layer_plain(egi_match *match) {
   return finish(match, "d", true, false, false);
 }
 
+static bool check_bias_after(egi_match *match) {
+  if (!is_vector(match, "b")) return egi_match_refuse(match, "the bias is no vector along the last axis");
+  return bind_vector(match, "b", "bias");
+}
+
+/* A constant vector of ones. */
+static bool is_ones(const egi_match *match, const char *name) {
+  const egi_graph *graph = egi_match_graph(match);
+  egi_tensor tensor;
+  if (!egi_value_constant(graph, egi_match_source(match, name), &tensor)) return false;
+  for (int64_t i = 0; i < egi_tensor_count(&tensor); i++) {
+    const char *at = (const char *)tensor.data + (size_t)i * (egi_dtype_bits(tensor.dtype) / 8);
+    float single = 0.0f;
+    uint16_t half = 0;
+    if (tensor.dtype == EG_DTYPE_F32)
+      memcpy(&single, at, sizeof single);
+    else
+      memcpy(&half, at, egi_dtype_bits(tensor.dtype) == 16 ? sizeof half : 0);
+    if (tensor.dtype == EG_DTYPE_F16) single = egi_f16_to_f32(half);
+    if (tensor.dtype == EG_DTYPE_BF16) single = egi_bf16_to_f32(half);
+    if (single != 1.0f) return false;
+  }
+  return true;
+}
+
+static bool check_scale_after(egi_match *match) {
+  if (!is_vector(match, "w")) return egi_match_refuse(match, "the scale is no vector along the last axis");
+  if (!is_ones(match, "one")) return egi_match_refuse(match, "the norm has a scale already");
+  return bind_vector(match, "w", "scale");
+}
+
 #define RMS "(x, scale) => (y) { y = RMSNormalization <axis = -1, epsilon: float = @epsilon> (x, scale) }"
 #define LAYER "(x, scale) => (y) { y = LayerNormalization <axis = -1, epsilon: float = @epsilon> (x, scale) }"
 #define LAYER_BIASED \
@@ -167,6 +221,11 @@ static const egi_rule rules[] = {
     {"layer_norm_without_scale", layer_plain, EGI_COUNT(layer_plain), LAYER, check_layer_plain, true, NULL},
     {"rms_norm", rms_scaled, EGI_COUNT(rms_scaled), RMS, check_rms_scaled, true, NULL},
     {"rms_norm_without_scale", rms_plain, EGI_COUNT(rms_plain), RMS, check_rms_plain, true, NULL},
+    {"layer_norm_scale_after", layer_scale_after, EGI_COUNT(layer_scale_after), LAYER, check_scale_after, false, NULL},
+    {"layer_norm_bias_after", layer_bias_after, EGI_COUNT(layer_bias_after),
+     "(x, w, bias) => (y) { y = LayerNormalization <axis = -1, epsilon: float = @epsilon> (x, w, bias) }",
+     check_bias_after, false, NULL},
+    {"rms_norm_scale_after", rms_scale_after, EGI_COUNT(rms_scale_after), RMS, check_scale_after, false, NULL},
 };
 
 eg_status egi_pass_fuse_norm(egi_pass_run *run, egi_graph *graph) {

@@ -57,6 +57,7 @@ static eg_status add_operand(finder *state, egi_node_id id, unsigned input, egi_
   if (input >= node->n_inputs) return EG_OK;
   egi_value_id weight = egi_weight_below(graph, node->inputs[input], &is_transposed);
   if (weight == 0 || !egi_dtype_is_float(graph->values[weight].dtype)) return EG_OK;
+  if (egi_has_prefix(weight_row(graph, weight)->name, EGI_WEIGHT_ONES)) return EG_OK;
   int rank = graph->values[weight].rank;
   if (rank < 1 || ((role == EGI_ROLE_MATRIX || role == EGI_ROLE_TABLE) && rank < 2)) return EG_OK;
   EG_TRY(EGI_GROW(state->arena, &state->list, state->count, &state->capacity));

@@ -206,6 +206,9 @@ eg_status egi_add_constant(egi_graph *graph, const char *name, const egi_tensor 
 egi_value_id egi_weight_below(const egi_graph *graph, egi_value_id value, bool *is_transposed);
 /* The DequantizeLinear of a quantised 2-D weight that `value` is, through casts and transposes as above, or 0. */
 egi_node_id egi_dequantised_below(const egi_graph *graph, egi_value_id value, bool *is_transposed);
+/* How the scale of a norm that has none is called, in files too: no parameter of the model. */
+#define EGI_WEIGHT_ONES "engraft.ones"
+
 /* Where a node takes a parameter of the model: float weights that meet values computed from the embedded tokens, so
  * that tables of positions and frequencies are none. */
 typedef enum egi_operand_role {

@@ -24,6 +24,8 @@ static const spelling spellings[] = {
                                   "h = Mul (x, e) y = Mul (half, h) }"),
     GELU("x · (erf / 2 + 0.5)", X "<float two = {2}, " EXACT "> { s = Div (x, root2) t = Erf (s) d = Div (t, two) "
                                   "e = Add (d, half) y = Mul (e, x) }"),
+    GELU("x / 2 + x / 2 · erf", X "<" EXACT "> { s = Div (x, root2) t = Erf (s) h = Mul (half, x) m = Mul (t, h) "
+                                  "y = Add (h, m) }"),
     GELU("in half precision, numbers of its own",
          "(float16[B,S,8] x) => (float16[B,S,8] y) <float16 root2 = {15784}, float16 one = {15360}, float16 half = "
          "{14336}> { s = Div (x, root2) t = Erf (s) e = Add (t, one) h = Mul (x, half) y = Mul (h, e) }"),
@@ -49,6 +51,8 @@ static const spelling spellings[] = {
     GLU("SwiGLU out of one product",
         "(float[B,S,16] x) => (float[B,S,8] y) { g, u = Split <axis = -1, num_outputs = 2> "
         "(x) s = Sigmoid (g) a = Mul (g, s) y = Mul (a, u) }"),
+    GLU("SwiGLU, the factors in another order", GU "{ s = Sigmoid (g) m = Mul (u, g) y = Mul (s, m) }"),
+    GLU("SwiGLU, the sigmoid times the factor first", GU "{ s = Sigmoid (g) m = Mul (u, s) y = Mul (m, g) }"),
     GLU("SwiGLU, activated in float",
         "(bfloat16[B,S,8] g, bfloat16[B,S,8] u) => (bfloat16[B,S,8] y) { f = Cast <to = 1> "
         "(g) s = Sigmoid (f) a = Mul (f, s) h = Cast <to = 16> (a) y = Mul (h, u) }"),

@@ -43,6 +43,16 @@ static const spelling spellings[] = {
     NORM(RMSNormalization, "sum divided by the count", 1,
          "(" F "x) => (" F "y) <" W ", " NUMBERS ", float count = {8}> { q = Mul (x, x) t = ReduceSum (q, last) "
          "m = Div (t, count) a = Add (m, e) s = Sqrt (a) r = Reciprocal (s) n = Mul (x, r) y = Mul (n, w) }"),
+    NORM(RMSNormalization, "the mean without its axis, put back", 1,
+         "(" F "x) => (" F "y) <" W ", " NUMBERS "> { q = Mul (x, x) f = ReduceMean <keepdims = 0> (q, last) "
+         "m = Unsqueeze (f, last) a = Add (m, e) s = Sqrt (a) n = Div (x, s) y = Mul (n, w) }"),
+    NORM(RMSNormalization, "the operator with a scale of ones, and a scale behind it", 1,
+         "(" F "x) => (" F "y) <" W ", float[8] ones = {1, 1, 1, 1, 1, 1, 1, 1}> { "
+         "n = RMSNormalization <epsilon = 0.001> (x, ones) y = Mul (w, n) }"),
+    NORM(LayerNormalization, "the operator with a scale of ones, scale and bias behind it", 1,
+         "(" F "x) => (" F "y) <" W
+         ", float[8] b = {1, 2, 3, 4, 5, 6, 7, 8}, float[8] ones = {1, 1, 1, 1, 1, 1, 1, 1}> { "
+         "n = LayerNormalization <epsilon = 0.001> (x, ones) p = Mul (n, w) y = Add (b, p) }"),
     NORM(RMSNormalization, "half precision, float inside, scale after the cast", 1,
          "(bfloat16[B,S,8] x) => (bfloat16[B,S,8] y) <" W16 ", " NUMBERS "> { "
          "c = Cast <to = 1> (x) q = Pow (c, two) m = ReduceMean (q, last) a = Add (m, e) s = Sqrt (a) "
@@ -127,6 +137,13 @@ static const spelling near_misses[] = {
             "(" F "x) => (" F "y) <" W ", " NUMBERS ", float count = {7}> { q = Mul (x, x) t = ReduceSum (q, last) "
             "m = Div (t, count) a = Add (m, e) s = Sqrt (a) n = Div (x, s) y = Mul (n, w) }",
             "the sum of squares is not divided by their number"),
+    NO_NORM("an operator that has a scale, and another behind it",
+            "(" F "x) => (" F "y) <" W ", float[8] v = {1, 1, 1, 2, 1, 1, 1, 1}> { n = RMSNormalization (x, v) "
+            "y = Mul (w, n) }",
+            "the norm has a scale already"),
+    NO_NORM("a residual sum behind the operator",
+            "(" F "x) => (" F "y) <" W "> { n = LayerNormalization (x, w) y = Add (n, x) }",
+            "the bias is no vector along the last axis"),
     NO_NORM("a maximum in place of the mean",
             "(" F "x) => (" F "y) <" W ", " NUMBERS "> { q = Mul (x, x) m = ReduceMax (q, last) a = Add (m, e) "
             "s = Sqrt (a) n = Div (x, s) y = Mul (n, w) }",
