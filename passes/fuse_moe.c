@@ -151,8 +151,9 @@ static eg_status replace(egi_moe_region *region, const egi_moe *moe, const egi_m
 
 /* ---- regions -------------------------------------------------------------------------------------------------- */
 
-/* Several rounds where one has too few tokens for every expert. */
-static bool recognise(egi_moe_region *region, egi_moe *moe, egi_moe_operands *operands, uint32_t *out_n_found) {
+/* Several rounds where one has too few tokens for every expert to be chosen. */
+static bool recognise(egi_moe_region *region, bool is_stacked, egi_moe *moe, egi_moe_operands *operands,
+                      uint32_t *out_n_found) {
   int64_t n_seen = 0;
   *out_n_found = 0;
   for (unsigned round = 0; round < MAX_ROUNDS; round++) {
@@ -161,10 +162,25 @@ static bool recognise(egi_moe_region *region, egi_moe *moe, egi_moe_operands *op
     region->seed = 1 + round;
     if (!egi_moe_sample(region)) return false;
     if (!egi_moe_fit(region, round == 0 ? moe : &again, round == 0 ? operands : &same, out_n_found)) return false;
-    n_seen += region->tokens;
-    if (n_seen >= region->n_experts) return true;
+    n_seen += region->tokens * moe->top_k;
+    if (is_stacked || n_seen >= region->n_experts) return true;
   }
   return true;
+}
+
+/* Sizes for which every expert is chosen; a few tokens where the experts are stacks, one as good as the other. */
+static eg_status choose_sizes(fuser *state, egi_moe_region *region, int64_t top_k, bool *out_is_stacked) {
+  int64_t tokens = region->n_experts * 5 / (4 * top_k) + 8;
+  uint32_t n_products = 0;
+  EG_TRY(bind_symbols(state, region, tokens > 256 ? 128 : (tokens + 1) / 2));
+  *out_is_stacked = false;
+  if (!egi_moe_collect(region)) return EG_OK;
+  for (uint32_t i = 0; i < region->n_nodes; i++) {
+    egi_op op = region->graph->nodes[region->nodes[i]].op;
+    n_products += op == EGI_OP_MatMul || op == EGI_OP_Gemm || op == EGI_OP_Linear;
+  }
+  *out_is_stacked = n_products <= 4;
+  return *out_is_stacked ? bind_symbols(state, region, 4) : EG_OK;
 }
 
 static eg_status note_missing(fuser *state, const egi_moe_region *region, uint32_t n_found) {
@@ -189,15 +205,14 @@ static void note_miss(fuser *state, const egi_moe_region *region) {
       egi_arena_format(&graph->module->arena, "node \"%s\" (%s): %s", name, op, region->miss);
 }
 
-static eg_status try_region(fuser *state, egi_moe_region *region) {
+static eg_status try_region(fuser *state, egi_moe_region *region, int64_t top_k) {
   egi_moe moe;
   egi_moe_operands operands;
-  bool is_done = false;
-  int64_t size = region->n_experts / 2 + 2;
-  EG_TRY(bind_symbols(state, region, size < 4 ? 4 : size > 64 ? 64 : size));
+  bool is_done = false, is_stacked = false;
   uint32_t n_found = 0, n_missing = 0;
   for (unsigned i = 0; i < MAX_EXITS && !is_done && egi_moe_next_exit(region); i++) {
-    bool is_known = recognise(region, &moe, &operands, &n_found);
+    EG_TRY(choose_sizes(state, region, top_k, &is_stacked));
+    bool is_known = recognise(region, is_stacked, &moe, &operands, &n_found);
     if (n_found > n_missing) n_missing = n_found;
     moe.n_experts = region->n_experts;
     if (is_known) EG_TRY(replace(region, &moe, &operands, &is_done));
@@ -216,10 +231,13 @@ static eg_status try_choice(fuser *state, egi_node_id id) {
   egi_arena_init(&arena, state->run->ctx, EGI_PURPOSE_GRAPH);
   egi_moe_region region = {
       .run = state->run, .graph = state->graph, .uses = &state->uses, .arena = &arena, .values = state->values};
+  int64_t top_k = 1;
+  uint32_t count = 0;
+  (void)egi_value_integers(state->graph, state->graph->nodes[id].inputs[1], &top_k, 1, &count);
   if (egi_moe_find_router(&region, id) && !state->is_router_done[region.router]) {
     state->is_router_done[region.router] = true;
     state->run->report->n_tried++;
-    status = try_region(state, &region);
+    status = try_region(state, &region, top_k > 0 ? top_k : 1);
   }
   for (uint32_t i = 0; i < region.n_touched; i++) state->values[region.touched[i]] = (egi_moe_value){0};
   egi_module_destroy(region.scratch);
