@@ -1,7 +1,8 @@
 /* Nodes that give back their input go: Identity, layout operators and Casts that change nothing, x + 0, x - 0, x · 1,
- * x / 1, x ^ 1 with a constant scalar; chains of Transposes become one, and a Cast after a lossless Cast starts from
- * before it; a CastLike is a Cast. Precondition: inferred. Ends because each rewrite removes a node or shortens a
- * chain. */
+ * x / 1, x ^ 1 with a constant scalar; chains of Transposes become one, chains of Reshapes and the like that come back
+ * to a shape they had are cut, and a Cast after a lossless Cast starts from before it; a CastLike is a Cast, and a
+ * negated summand is subtracted. Precondition: inferred. Ends because each rewrite removes a node or shortens a chain.
+ */
 #include "passes/passes.h"
 
 typedef struct eliminator {
@@ -43,19 +44,38 @@ static bool is_identity_permutation(const egi_node *node, int rank) {
   return true;
 }
 
-/* The input that the node's result equals, or 0. Type and shape are compared by the caller. */
+static bool is_reshaping(egi_op op) {
+  return op == EGI_OP_Reshape || op == EGI_OP_Flatten || op == EGI_OP_Squeeze || op == EGI_OP_Unsqueeze;
+}
+
+/* Elements keep their order along a chain of such nodes: the nearest value on it with the result's own shape, or the
+ * input. Ends because producers stand before their users. */
+static egi_value_id equal_before(const egi_graph *graph, const egi_node *node) {
+  enum { MOST_STEPS = 8 };
+  egi_value_id value = node->inputs[0];
+  for (int i = 0; i < MOST_STEPS && !is_same_type(graph, value, node->outputs[0]); i++) {
+    if (graph->values[value].kind != EGI_VALUE_NODE) return node->inputs[0];
+    const egi_node *before = &graph->nodes[graph->values[value].producer];
+    if (!is_reshaping(before->op)) return node->inputs[0];
+    value = before->inputs[0];
+  }
+  return value;
+}
+
+/* The value that the node's result equals, or 0. Type and shape are compared by the caller. */
 static egi_value_id equal_input(const egi_graph *graph, const egi_node *node) {
   const egi_value_id *in = node->inputs;
   switch (node->op) {
   case EGI_OP_Identity:
   case EGI_OP_Cast:
+  case EGI_OP_Expand:
+  case EGI_OP_SumTo:
+    return in[0];
   case EGI_OP_Reshape:
   case EGI_OP_Flatten:
   case EGI_OP_Squeeze:
   case EGI_OP_Unsqueeze:
-  case EGI_OP_Expand:
-  case EGI_OP_SumTo:
-    return in[0];
+    return node->outputs[0] != 0 ? equal_before(graph, node) : 0;
   case EGI_OP_Concat:
   case EGI_OP_Max:
   case EGI_OP_Min:
@@ -142,6 +162,23 @@ static void merge_casts(eliminator *state, egi_node_id id) {
   state->run->has_changed = true;
 }
 
+/* a + -b = a - b, in floating point too. */
+static void join_sign(eliminator *state, egi_node_id id) {
+  egi_graph *graph = state->graph;
+  egi_node *node = &graph->nodes[id];
+  for (unsigned i = 0; i < 2 && node->n_inputs == 2; i++) {
+    const egi_node *negated = producer_of(graph, node->inputs[i], EGI_OP_Neg);
+    if (negated == NULL) continue;
+    node->inputs[0] = node->inputs[1 - i];
+    node->inputs[1] = negated->inputs[0];
+    node->op = EGI_OP_Sub;
+    node->op_name = NULL;
+    state->run->report->n_matched++;
+    state->run->has_changed = true;
+    return;
+  }
+}
+
 /* The type is known: the second operand's producer may go. */
 static eg_status name_type(eliminator *state, egi_node_id id) {
   egi_graph *graph = state->graph;
@@ -168,6 +205,7 @@ static eg_status visit(eliminator *state, egi_node_id id) {
   if (node->op == EGI_OP_Transpose) EG_TRY(merge_transposes(state, id));
   if (node->op == EGI_OP_CastLike) EG_TRY(name_type(state, id));
   if (node->op == EGI_OP_Cast) merge_casts(state, id);
+  if (node->op == EGI_OP_Add) join_sign(state, id);
   node = &graph->nodes[id];
   egi_value_id input = equal_input(graph, node), output = node->outputs[0];
   if (input == 0 || output == 0) return EG_OK;

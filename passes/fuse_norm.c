@@ -1,5 +1,5 @@
 /* RMSNormalization and LayerNormalization out of the plain operators that exporters write for them, over the last axis.
- * Precondition: inferred. The scale must be a vector along that axis, epsilon and the count constant numbers; a norm
+ * Precondition: inferred. The scale must be a vector along that axis, epsilon a constant number; a norm
  * without a scale gets one of ones. Scales that Gemma writes as 1 + w stay that expression. Formulas: RMSNorm
  * (arXiv:1910.07467), LayerNorm (arXiv:1607.06450), as in ONNX RMSNormalization-23 and LayerNormalization-17. */
 #include <math.h>
@@ -9,34 +9,32 @@
 
 #define TWO "two = Constant <value_float = 2.0> () "
 #define ROOT "half = Constant <value_float = -0.5> () "
-/* r = 1 / root of (mean square of `x` + eps), the mean as such or as a sum times 1/count */
+/* r = 1 / root of (mean square of `x` + eps) */
 #define MEAN(x) \
   TWO ROOT "q = Pow (" x ", two) m = ReduceMean <keepdims = 1> (q, axes) a = Add (m, eps) r = Pow (a, half) "
 /* The same with the axis dropped and put back. */
 #define FLAT_MEAN(x)                                                                                                \
   TWO ROOT "q = Pow (" x ", two) f = ReduceMean <keepdims = 0> (q, axes) m = Unsqueeze (f, back) a = Add (m, eps) " \
            "r = Pow (a, half) "
-#define SUM(x, operation, number)                                                                      \
-  TWO ROOT "q = Pow (" x ", two) s = ReduceSum <keepdims = 1> (q, axes) m = " operation " (s, " number \
-           ") a = Add (m, eps) "                                                                       \
-           "r = Pow (a, half) "
 /* d = x - mean */
 #define CENTRED "mean = ReduceMean <keepdims = 1> (x, center) d = Sub (x, mean) "
+
+/* A mean written as a sum and its count: the patterns below then see one form. */
+static const char *const mean[] = {
+    "(x, axes, count) => (y) { s = ReduceSum <keepdims = 1> (x, axes) y = Div (s, count) }",
+    "(x, axes, part) => (y) { s = ReduceSum <keepdims = 1> (x, axes) y = Mul (s, part) }",
+};
 
 static const char *const rms_scaled[] = {
     "(x, axes, eps, w) => (y) { " MEAN("x") "n = Mul (x, r) y = Mul (n, w) }",
     "(x, axes, eps, w) => (y) { " MEAN("x") "n = Mul (r, w) y = Mul (x, n) }",
     "(x, axes, eps, w) => (y) { " MEAN("x") "n = Mul (x, w) y = Mul (n, r) }",
     "(x, axes, eps, w, back) => (y) { " FLAT_MEAN("x") "n = Mul (x, r) y = Mul (n, w) }",
-    "(x, axes, eps, w, count) => (y) { " SUM("x", "Div", "count") "n = Mul (x, r) y = Mul (n, w) }",
-    "(x, axes, eps, w, part) => (y) { " SUM("x", "Mul", "part") "n = Mul (x, r) y = Mul (n, w) }",
 };
 
 static const char *const rms_plain[] = {
     "(x, axes, eps) => (y) { " MEAN("x") "y = Mul (x, r) }",
     "(x, axes, eps, back) => (y) { " FLAT_MEAN("x") "y = Mul (x, r) }",
-    "(x, axes, eps, count) => (y) { " SUM("x", "Div", "count") "y = Mul (x, r) }",
-    "(x, axes, eps, part) => (y) { " SUM("x", "Mul", "part") "y = Mul (x, r) }",
 };
 
 static const char *const layer_biased[] = {
@@ -74,10 +72,10 @@ static const char *const rms_scale_after[] = {
 
 /* ---- checks ---------------------------------------------------------------------------------------------------- */
 
-/* The axis, its length, epsilon and a count that belongs to it. */
+/* The axis, its length and epsilon. */
 static bool check_core(egi_match *match, const char *squared) {
   const egi_graph *graph = egi_match_graph(match);
-  double epsilon = 0.0, count = 0.0;
+  double epsilon = 0.0;
   int64_t length = 0;
   if (!egi_dtype_is_float(graph->values[egi_match_value(match, "x")].dtype))
     return egi_match_refuse(match, "what is normalised is not of a floating type");
@@ -88,13 +86,21 @@ static bool check_core(egi_match *match, const char *squared) {
   if (!egi_match_size(match, "x", 1, &length) || length < 1)
     return egi_match_refuse(match, "the size of the last axis is not a number");
   if (!egi_match_scalar(match, "eps", &epsilon)) return egi_match_refuse(match, "epsilon is not a constant number");
-  if (!(epsilon >= 0.0 && epsilon <= 1.0)) return egi_match_refuse(match, "epsilon is not between 0 and 1");
-  double wanted = egi_match_value(match, "part") != 0 ? 1.0 / (double)length : (double)length;
-  const char *name = egi_match_value(match, "part") != 0 ? "part" : "count";
-  if (egi_match_value(match, name) == 0) return true;
-  if (!egi_match_scalar(match, name, &count)) return egi_match_refuse(match, "the count is not a constant number");
-  return fabs(count - wanted) <= 1e-6 * wanted ||
-         egi_match_refuse(match, "the sum of squares is not divided by their number");
+  return (epsilon >= 0.0 && epsilon <= 1.0) || egi_match_refuse(match, "epsilon is not between 0 and 1");
+}
+
+static bool check_mean(egi_match *match) {
+  bool is_part = egi_match_value(match, "part") != 0;
+  int64_t length = 0;
+  double count = 0.0;
+  if (!egi_dtype_is_float(egi_match_graph(match)->values[egi_match_value(match, "x")].dtype))
+    return egi_match_refuse(match, "what is summed is not of a floating type");
+  if (!egi_match_is_last_axis(match, "axes", "x") || !egi_match_size(match, "x", 1, &length) || length < 1)
+    return egi_match_refuse(match, "the sum is not over a last axis of known size");
+  if (!egi_match_scalar(match, is_part ? "part" : "count", &count))
+    return egi_match_refuse(match, "the count is not a constant number");
+  double wanted = is_part ? 1.0 / (double)length : (double)length;
+  return fabs(count - wanted) <= 1e-6 * wanted || egi_match_refuse(match, "the sum is not divided by its count");
 }
 
 static bool check_center(egi_match *match) {
@@ -213,9 +219,12 @@ static bool check_scale_after(egi_match *match) {
 #define LAYER_BIASED \
   "(x, scale, bias) => (y) { y = LayerNormalization <axis = -1, epsilon: float = @epsilon> (x, scale, bias) }"
 
+#define MEAN_NODE "(x, axes) => (y) { y = ReduceMean <keepdims = 1> (x, axes) }"
+
 /* Parts come after the whole: a LayerNorm holds an RMSNorm of what is centred. Two modules may normalise the same
  * values with scales of their own: sharing is allowed. */
 static const egi_rule rules[] = {
+    {"mean", mean, EGI_COUNT(mean), MEAN_NODE, check_mean, false, NULL},
     {"layer_norm_with_bias", layer_biased, EGI_COUNT(layer_biased), LAYER_BIASED, check_layer_biased, true, NULL},
     {"layer_norm", layer_scaled, EGI_COUNT(layer_scaled), LAYER, check_layer_scaled, true, NULL},
     {"layer_norm_without_scale", layer_plain, EGI_COUNT(layer_plain), LAYER, check_layer_plain, true, NULL},

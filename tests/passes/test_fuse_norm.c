@@ -94,6 +94,12 @@ static const spelling spellings[] = {
          "(" F "x) => (" F "y) <" W ", float[8] b = {1, 2, 3, 4, 5, 6, 7, 8}, " NUMBERS "> { "
          "mean = ReduceMean (x, last) d = Sub (x, mean) q = Mul (d, d) v = ReduceMean (q, last) a = Add (e, v) "
          "s = Sqrt (a) r = Reciprocal (s) f = Mul (r, w) p = Mul (f, d) y = Add (b, p) }"),
+    NORM(LayerNormalization, "LayerNorm by sums", 1,
+         "(" F "x) => (" F "y) <" W
+         ", float[8] b = {1, 2, 3, 4, 5, 6, 7, 8}, float eighth = {0.125}, float count = {8}, " NUMBERS
+         "> { t = ReduceSum (x, last) mean = Mul (t, eighth) d = Sub (x, mean) q = Pow (d, two) "
+         "u = ReduceSum (q, last) v = Div (u, count) a = Add (v, e) s = Sqrt (a) n = Div (d, s) p = Mul (n, w) "
+         "y = Add (p, b) }"),
     NORM(LayerNormalization, "LayerNorm without bias, half precision", 1,
          "(float16[B,S,8] x) => (float16[B,S,8] y) <" WH ", " NUMBERS "> { "
          "c = Cast <to = 1> (x) mean = ReduceMean (c, last) d = Sub (c, mean) q = Pow (d, two) "
@@ -136,7 +142,7 @@ static const spelling near_misses[] = {
     NO_NORM("a sum that is not divided by its count",
             "(" F "x) => (" F "y) <" W ", " NUMBERS ", float count = {7}> { q = Mul (x, x) t = ReduceSum (q, last) "
             "m = Div (t, count) a = Add (m, e) s = Sqrt (a) n = Div (x, s) y = Mul (n, w) }",
-            "the sum of squares is not divided by their number"),
+            "the sum is not divided by its count"),
     NO_NORM("an operator that has a scale, and another behind it",
             "(" F "x) => (" F "y) <" W ", float[8] v = {1, 1, 1, 2, 1, 1, 1, 1}> { n = RMSNormalization (x, v) "
             "y = Mul (w, n) }",
