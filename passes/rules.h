@@ -132,6 +132,17 @@ bool egi_match_can_start(const egi_graph *pattern, egi_op op);
 /* Compares the pattern with the graph from `root` upwards; the match is filled in. */
 bool egi_match_run(egi_match *match, const egi_graph *pattern, egi_node_id root);
 void egi_match_miss(egi_match *match, egi_node_id node, const char *reason, egi_op wanted);
+bool egi_match_fail(egi_match *match, egi_node_id node, const char *reason); /* false */
+/* The node that makes `value`, or 0. */
+egi_node_id egi_maker(const egi_graph *graph, egi_value_id value);
+/* The goal's value is the number, or the list of integers, of a pattern's Constant node. */
+bool egi_match_constant(egi_match *match, const egi_goal *goal, const egi_node *constant);
+/* A Cast or Identity that leaves nothing out that the match's result could show. */
+bool egi_match_is_transparent(const egi_match *match, const egi_node *node, egi_value_id value);
+/* One value, casts that lose nothing aside, or constants of one number. */
+bool egi_values_are_same(const egi_graph *graph, egi_value_id a, egi_value_id b);
+/* Compares the attributes that the pattern's node has, and takes those it asks for. */
+bool egi_match_attributes(egi_match *match, const egi_node *wanted, egi_node_id node);
 /* Appends the replacement and gives its results the place of the pattern's; *out_done false: it would change a shape.
  */
 eg_status egi_match_replace(egi_match *match, const egi_graph *replacement, bool *out_done);

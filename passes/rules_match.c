@@ -1,8 +1,5 @@
 /* Compares one pattern with the graph: a list of goals, worked off in order with the choices undone that lead nowhere.
  * The number of steps is bounded, so a candidate costs no more than a constant. */
-#include <math.h>
-#include <string.h>
-
 #include "passes/rules.h"
 
 typedef struct mark {
@@ -27,232 +24,9 @@ void egi_match_miss(egi_match *m, egi_node_id node, const char *reason, egi_op w
   m->miss = (egi_miss){.node = node, .depth = depth, .reason = reason, .wanted = wanted};
 }
 
-static bool fail(egi_match *m, egi_node_id node, const char *reason) {
+bool egi_match_fail(egi_match *m, egi_node_id node, const char *reason) {
   egi_match_miss(m, node, reason, EGI_OP_NONE);
   return false;
-}
-
-/* The node that makes `value`, or 0. */
-static egi_node_id producer(const egi_graph *graph, egi_value_id value) {
-  return value != 0 && graph->values[value].kind == EGI_VALUE_NODE ? graph->values[value].producer : 0;
-}
-
-/* ---- constants ------------------------------------------------------------------------------------------------- */
-
-static bool constant_node_scalar(const egi_graph *graph, const egi_node *node, double *out) {
-  const egi_attribute *attribute = node->n_attributes > 0 ? &node->attributes[0] : NULL;
-  if (attribute == NULL) return false;
-  switch (attribute->kind) {
-  case EGI_ATTRIBUTE_FLOAT:
-    *out = (double)attribute->u.f;
-    return true;
-  case EGI_ATTRIBUTE_INT:
-    *out = (double)attribute->u.i;
-    return true;
-  case EGI_ATTRIBUTE_FLOATS:
-    *out = attribute->count == 1 ? (double)attribute->u.floats[0] : 0.0;
-    return attribute->count == 1;
-  case EGI_ATTRIBUTE_INTS:
-    *out = attribute->count == 1 ? (double)attribute->u.ints[0] : 0.0;
-    return attribute->count == 1;
-  case EGI_ATTRIBUTE_TENSOR:
-    return egi_weight_scalar(&graph->module->weights[attribute->u.weight], out);
-  default:
-    return false;
-  }
-}
-
-bool egi_constant_scalar(const egi_graph *graph, egi_value_id value, double *out) {
-  for (unsigned depth = 0; depth < 16 && value != 0; depth++) {
-    if (egi_value_scalar(graph, value, out)) return true;
-    egi_node_id id = producer(graph, value);
-    if (id == 0) return false;
-    const egi_node *node = &graph->nodes[id];
-    switch (node->op) {
-    case EGI_OP_Constant:
-      return constant_node_scalar(graph, node, out);
-    case EGI_OP_Cast:
-    case EGI_OP_CastLike:
-      if (!egi_dtype_is_float(graph->values[value].dtype) && egi_dtype_is_float(graph->values[node->inputs[0]].dtype))
-        return false;
-      break;
-    case EGI_OP_Identity:
-    case EGI_OP_Expand:
-    case EGI_OP_Reshape:
-    case EGI_OP_Squeeze:
-    case EGI_OP_Unsqueeze:
-    case EGI_OP_Flatten:
-    case EGI_OP_Tile:
-    case EGI_OP_Transpose:
-      break;
-    default:
-      return false;
-    }
-    value = node->inputs[0];
-  }
-  return false;
-}
-
-/* Half a unit in the last place of what the constant was rounded to, as a part of it. */
-static double rounding(eg_dtype dtype) {
-  switch (dtype) {
-  case EG_DTYPE_BF16:
-    return 1.0 / 256;
-  case EG_DTYPE_F16:
-    return 1.0 / 2048;
-  case EG_DTYPE_F64:
-  case EG_DTYPE_F32:
-    return 1e-6; /* 0.7978845608 and the root of 2/pi are the same number to a writer */
-  default:
-    return 0.0;
-  }
-}
-
-static bool constant_equals(egi_match *m, const egi_goal *goal, const egi_node *constant) {
-  const egi_graph *graph = m->graph;
-  double wanted = 0.0, found = 0.0;
-  egi_node_id at = producer(graph, goal->found);
-  int64_t numbers[EGI_MAX_RANK];
-  uint32_t count = 0;
-  const egi_attribute *value = constant->n_attributes > 0 ? &constant->attributes[0] : NULL;
-  if (value != NULL && value->kind == EGI_ATTRIBUTE_INTS) {
-    bool is_equal = egi_value_integers(graph, egi_before_casts(graph, goal->found), numbers, EGI_MAX_RANK, &count) &&
-                    count == value->count && memcmp(numbers, value->u.ints, count * sizeof *numbers) == 0;
-    return is_equal || fail(m, at, "a list of integers is another one");
-  }
-  if (!constant_node_scalar(m->pattern, constant, &wanted)) return fail(m, at, "the pattern's constant has no number");
-  if (!egi_constant_scalar(graph, goal->found, &found)) return fail(m, at, "an operand is not a constant number");
-  if (goal->exponent != 1.0) found = pow(found, goal->exponent);
-  if (goal->is_negated) found = -found;
-  bool is_equal = fabs(found - wanted) <= rounding(graph->values[goal->found].dtype) * fabs(wanted);
-  return is_equal || fail(m, at, "a constant has another value");
-}
-
-/* ---- casts ----------------------------------------------------------------------------------------------------- */
-
-bool egi_cast_is_lossless(eg_dtype from, eg_dtype to) {
-  if (from == to) return true;
-  bool is_narrow = from == EG_DTYPE_F16 || from == EG_DTYPE_BF16;
-  return (is_narrow && (to == EG_DTYPE_F32 || to == EG_DTYPE_F64)) || (from == EG_DTYPE_F32 && to == EG_DTYPE_F64);
-}
-
-egi_value_id egi_before_casts(const egi_graph *graph, egi_value_id value) {
-  for (egi_node_id id; (id = producer(graph, value)) != 0;) {
-    const egi_node *node = &graph->nodes[id];
-    bool is_same = node->op == EGI_OP_Identity ||
-                   ((node->op == EGI_OP_Cast || node->op == EGI_OP_CastLike) &&
-                    egi_cast_is_lossless(graph->values[node->inputs[0]].dtype, graph->values[value].dtype));
-    if (!is_same) break;
-    value = node->inputs[0];
-  }
-  return value;
-}
-
-/* A Cast that leaves nothing out that the result could show. */
-static bool is_transparent(const egi_match *m, const egi_node *node, egi_value_id value) {
-  if (node->op == EGI_OP_Identity) return true;
-  if (node->op != EGI_OP_Cast && node->op != EGI_OP_CastLike) return false;
-  eg_dtype to = m->graph->values[value].dtype;
-  if (!egi_dtype_is_float(to) || !egi_dtype_is_float(m->graph->values[node->inputs[0]].dtype)) return false;
-  return to == m->dtype || egi_dtype_bits(to) > egi_dtype_bits(m->dtype);
-}
-
-static bool is_same_value(const egi_graph *graph, egi_value_id a, egi_value_id b) {
-  double x = 0.0, y = 0.0;
-  if (a == b || egi_before_casts(graph, a) == egi_before_casts(graph, b)) return true;
-  return egi_constant_scalar(graph, a, &x) && egi_constant_scalar(graph, b, &y) && x == y;
-}
-
-/* ---- attributes ------------------------------------------------------------------------------------------------ */
-
-typedef struct default_value {
-  egi_op op; /* NONE: any */
-  const char *name, *text;
-  double number;
-} default_value;
-
-static const default_value defaults[] = {
-    {EGI_OP_Gather, "axis", NULL, 0},
-    {EGI_OP_GatherElements, "axis", NULL, 0},
-    {EGI_OP_Split, "axis", NULL, 0},
-    {EGI_OP_ArgMax, "axis", NULL, 0},
-    {EGI_OP_ArgMin, "axis", NULL, 0},
-    {EGI_OP_Flatten, "axis", NULL, 1},
-    {EGI_OP_NONE, "axis", NULL, -1},
-    {EGI_OP_NONE, "keepdims", NULL, 1},
-    {EGI_OP_NONE, "transA", NULL, 0},
-    {EGI_OP_NONE, "transB", NULL, 0},
-    {EGI_OP_NONE, "alpha", NULL, 1},
-    {EGI_OP_NONE, "beta", NULL, 1},
-    {EGI_OP_NONE, "approximate", "none", 0},
-    {EGI_OP_NONE, "noop_with_empty_axes", NULL, 0},
-    {EGI_OP_NONE, "interleaved", NULL, 0},
-    {EGI_OP_NONE, "batch_dims", NULL, 0},
-    {EGI_OP_NONE, "stash_type", NULL, 1},
-    {EGI_OP_NONE, "is_causal", NULL, 0},
-    {EGI_OP_NONE, "epsilon", NULL, 1e-5},
-    {EGI_OP_NONE, "softcap", NULL, 0},
-    {EGI_OP_NONE, "rotary_embedding_dim", NULL, 0},
-    {EGI_OP_NONE, "num_heads", NULL, 0},
-};
-
-static const default_value *default_of(egi_op op, const char *name) {
-  for (size_t i = 0; i < EGI_COUNT(defaults); i++) {
-    if ((defaults[i].op == EGI_OP_NONE || defaults[i].op == op) && strcmp(defaults[i].name, name) == 0)
-      return &defaults[i];
-  }
-  return NULL;
-}
-
-static bool attribute_number(const egi_attribute *attribute, double *out) {
-  if (attribute->kind == EGI_ATTRIBUTE_INT) *out = (double)attribute->u.i;
-  if (attribute->kind == EGI_ATTRIBUTE_FLOAT) *out = (double)attribute->u.f;
-  return attribute->kind == EGI_ATTRIBUTE_INT || attribute->kind == EGI_ATTRIBUTE_FLOAT;
-}
-
-static bool lists_are_equal(const egi_attribute *a, const egi_attribute *b) {
-  if (a->kind != b->kind || a->count != b->count) return false;
-  if (a->kind == EGI_ATTRIBUTE_INTS) return memcmp(a->u.ints, b->u.ints, a->count * sizeof *a->u.ints) == 0;
-  return a->kind == EGI_ATTRIBUTE_FLOATS && memcmp(a->u.floats, b->u.floats, a->count * sizeof *a->u.floats) == 0;
-}
-
-/* Axes count from the front when the rank is known. */
-static double from_front(const egi_match *m, const egi_node *node, const char *name, double number) {
-  int rank = node->n_inputs > 0 ? m->graph->values[node->inputs[0]].rank : -1;
-  return strcmp(name, "axis") == 0 && number < 0 && rank >= 0 ? number + rank : number;
-}
-
-static bool attribute_equals(const egi_match *m, const egi_node *node, const egi_attribute *wanted) {
-  const egi_attribute *own = egi_node_attribute(node, wanted->name);
-  const default_value *standard = own == NULL ? default_of(node->op, wanted->name) : NULL;
-  double a = 0.0, b = 0.0;
-  if (own == NULL && standard == NULL) return false;
-  if (wanted->kind == EGI_ATTRIBUTE_STRING) {
-    const char *text = own == NULL ? standard->text : own->kind == EGI_ATTRIBUTE_STRING ? own->u.s : NULL;
-    return text != NULL && strcmp(text, wanted->u.s) == 0;
-  }
-  if (!attribute_number(wanted, &a)) return own != NULL && lists_are_equal(own, wanted);
-  b = standard != NULL ? standard->number : 0.0;
-  if (own != NULL && !attribute_number(own, &b)) return false;
-  a = from_front(m, node, wanted->name, a);
-  b = from_front(m, node, wanted->name, b);
-  return fabs(a - b) <= 1e-6 * fabs(a);
-}
-
-static bool take_attributes(egi_match *m, const egi_node *wanted, egi_node_id id) {
-  const egi_node *node = &m->graph->nodes[id];
-  for (unsigned i = 0; i < wanted->n_attributes; i++) {
-    const egi_attribute *attribute = &wanted->attributes[i];
-    if (attribute->kind != EGI_ATTRIBUTE_REFERENCE) {
-      if (!attribute_equals(m, node, attribute)) return fail(m, id, "an attribute has another value");
-      continue;
-    }
-    const egi_attribute *own = egi_node_attribute(node, attribute->name);
-    if (own == NULL || m->n_attributes == EGI_MATCH_ATTRIBUTES) continue;
-    m->attributes[m->n_attributes] = *own;
-    m->attributes[m->n_attributes++].name = attribute->u.s;
-  }
-  return true;
 }
 
 /* ---- goals ----------------------------------------------------------------------------------------------------- */
@@ -282,11 +56,11 @@ static void bind(egi_match *m, egi_value_id wanted, egi_value_id found) {
 /* The pattern's node is the graph's; its attributes agree. */
 static bool settle(egi_match *m, egi_node_id wanted, egi_node_id found) {
   if (m->nodes[wanted] != 0)
-    return m->nodes[wanted] == found || fail(m, found, "two results belong to different nodes");
+    return m->nodes[wanted] == found || egi_match_fail(m, found, "two results belong to different nodes");
   if (!enter(m, found)) return false;
   m->nodes[wanted] = found;
   m->bound_nodes[m->n_bound_nodes++] = wanted;
-  return take_attributes(m, &m->pattern->nodes[wanted], found);
+  return egi_match_attributes(m, &m->pattern->nodes[wanted], found);
 }
 
 /* The exponent of a pattern's Pow with a constant, Sqrt or Reciprocal; also of a node of the graph (x · x, 1 / x). */
@@ -310,14 +84,14 @@ static bool power_of(const egi_graph *graph, egi_node_id id, double *exponent, e
     return egi_constant_scalar(graph, in[0], &number) && number == 1.0;
   case EGI_OP_Mul:
     *exponent = 2.0;
-    if (is_same_value(graph, in[0], in[1])) return true;
+    if (egi_values_are_same(graph, in[0], in[1])) return true;
     for (unsigned i = 0; i < 2; i++) { /* x · x · x */
-      egi_node_id square = producer(graph, in[i]);
+      egi_node_id square = egi_maker(graph, in[i]);
       *exponent = 3.0;
       *base = in[1 - i];
       if (square != 0 && graph->nodes[square].op == EGI_OP_Mul &&
-          is_same_value(graph, graph->nodes[square].inputs[0], graph->nodes[square].inputs[1]) &&
-          is_same_value(graph, graph->nodes[square].inputs[0], *base))
+          egi_values_are_same(graph, graph->nodes[square].inputs[0], graph->nodes[square].inputs[1]) &&
+          egi_values_are_same(graph, graph->nodes[square].inputs[0], *base))
         return true;
     }
     return false;
@@ -327,19 +101,19 @@ static bool power_of(const egi_graph *graph, egi_node_id id, double *exponent, e
 }
 
 static bool is_power(const egi_match *m, egi_value_id wanted, double *exponent, egi_value_id *base) {
-  egi_node_id id = producer(m->pattern, wanted);
+  egi_node_id id = egi_maker(m->pattern, wanted);
   return id != 0 && m->pattern->nodes[id].op != EGI_OP_Mul && power_of(m->pattern, id, exponent, base);
 }
 
 static bool is_constant(const egi_match *m, egi_value_id wanted) {
-  egi_node_id id = producer(m->pattern, wanted);
+  egi_node_id id = egi_maker(m->pattern, wanted);
   return id != 0 && m->pattern->nodes[id].op == EGI_OP_Constant;
 }
 
 /* The next value upwards through a cast, which is then inside. */
 static bool look_through(egi_match *m, egi_value_id *value) {
-  egi_node_id id = producer(m->graph, *value);
-  if (id == 0 || !is_transparent(m, &m->graph->nodes[id], *value) || !enter(m, id)) return false;
+  egi_node_id id = egi_maker(m->graph, *value);
+  if (id == 0 || !egi_match_is_transparent(m, &m->graph->nodes[id], *value) || !enter(m, id)) return false;
   *value = m->graph->nodes[id].inputs[0];
   return true;
 }
@@ -349,18 +123,18 @@ static bool solve_power(egi_match *m, const egi_goal *goal, unsigned at) {
   double wanted = 0.0, exponent = goal->exponent, step = 0.0;
   egi_value_id base = 0, value = goal->found, next = 0;
   bool has_power = false;
-  egi_node_id own = producer(m->pattern, goal->wanted);
+  egi_node_id own = egi_maker(m->pattern, goal->wanted);
   is_power(m, goal->wanted, &wanted, &base);
   for (unsigned depth = 0; depth < 8; depth++) {
     mark before = take_mark(m);
     if (exponent == wanted && (depth > 0 || goal->exponent != 1.0)) {
       if (goal->exponent == 1.0) bind(m, goal->wanted, goal->found);
       if (m->nodes[own] == 0) m->bound_nodes[m->n_bound_nodes++] = own;
-      m->nodes[own] = producer(m->graph, goal->found);
+      m->nodes[own] = egi_maker(m->graph, goal->found);
       if (push(m, base, value) && solve(m, at + 1)) return true;
       undo(m, before);
     }
-    egi_node_id id = producer(m->graph, value);
+    egi_node_id id = egi_maker(m->graph, value);
     bool is_step = id != 0 && power_of(m->graph, id, &step, &next);
     if (is_step && step != -1.0) {
       if (has_power) is_step = false;
@@ -393,10 +167,10 @@ static bool push_inputs(egi_match *m, const egi_node *wanted, const egi_node *fo
 
 /* The node has the pattern's operator. */
 static bool solve_same(egi_match *m, const egi_goal *goal, unsigned at, egi_node_id id, egi_value_id value) {
-  egi_node_id own = producer(m->pattern, goal->wanted);
+  egi_node_id own = egi_maker(m->pattern, goal->wanted);
   const egi_node *wanted = &m->pattern->nodes[own], *found = &m->graph->nodes[id];
   if (m->graph->values[value].index != m->pattern->values[goal->wanted].index)
-    return fail(m, id, "another result of the node is used");
+    return egi_match_fail(m, id, "another result of the node is used");
   bool can_swap = found->n_inputs >= 2 && (egi_op_get(found->op)->flags & EGI_OP_COMMUTATIVE) != 0;
   bool is_known = m->nodes[own] != 0; /* another of its results was met: the inputs are goals already */
   for (unsigned order = 0; order < (can_swap && !is_known ? 2u : 1u); order++) {
@@ -404,7 +178,7 @@ static bool solve_same(egi_match *m, const egi_goal *goal, unsigned at, egi_node
     if (settle(m, own, id)) {
       bind(m, goal->wanted, value);
       bool is_pushed = is_known || push_inputs(m, wanted, found, order == 1);
-      if (!is_pushed) fail(m, id, "the number of its inputs is another one");
+      if (!is_pushed) egi_match_fail(m, id, "the number of its inputs is another one");
       if (is_pushed && solve(m, at + 1)) return true;
     }
     undo(m, before);
@@ -415,7 +189,7 @@ static bool solve_same(egi_match *m, const egi_goal *goal, unsigned at, egi_node
 /* Two operands as goals, the second with an exponent or a sign. */
 static bool solve_pair(egi_match *m, const egi_goal *goal, unsigned at, egi_node_id id, const egi_goal pair[2]) {
   mark before = take_mark(m);
-  if (m->n_goals + 2 <= EGI_MATCH_GOALS && settle(m, producer(m->pattern, goal->wanted), id)) {
+  if (m->n_goals + 2 <= EGI_MATCH_GOALS && settle(m, egi_maker(m->pattern, goal->wanted), id)) {
     bind(m, goal->wanted, m->graph->nodes[id].outputs[0]);
     m->goals[m->n_goals++] = pair[0];
     m->goals[m->n_goals++] = pair[1];
@@ -427,7 +201,7 @@ static bool solve_pair(egi_match *m, const egi_goal *goal, unsigned at, egi_node
 
 /* a · b as a / (1/b), a / b as a · (1/b), for a constant or a power b; a + c as a - (-c). */
 static bool solve_inverse(egi_match *m, const egi_goal *goal, unsigned at, egi_node_id id) {
-  const egi_node *wanted = &m->pattern->nodes[producer(m->pattern, goal->wanted)], *found = &m->graph->nodes[id];
+  const egi_node *wanted = &m->pattern->nodes[egi_maker(m->pattern, goal->wanted)], *found = &m->graph->nodes[id];
   bool is_sum = wanted->op == EGI_OP_Add || wanted->op == EGI_OP_Sub;
   for (unsigned i = 0; i < 4; i++) {
     unsigned own = i / 2, other = i % 2; /* operand of the pattern and of the node that is inverted */
@@ -448,7 +222,7 @@ static bool solve_inverse(egi_match *m, const egi_goal *goal, unsigned at, egi_n
 /* -x as x · -1. */
 static bool solve_negation(egi_match *m, const egi_goal *goal, unsigned at, egi_node_id id) {
   const egi_node *found = &m->graph->nodes[id];
-  egi_node_id own = producer(m->pattern, goal->wanted);
+  egi_node_id own = egi_maker(m->pattern, goal->wanted);
   double number = 0.0;
   for (unsigned i = 0; i < 2; i++) {
     mark before = take_mark(m);
@@ -468,10 +242,10 @@ static bool is_inverse_pair(egi_op a, egi_op b) {
 }
 
 static bool solve_node(egi_match *m, const egi_goal *goal, unsigned at) {
-  egi_op wanted = m->pattern->nodes[producer(m->pattern, goal->wanted)].op;
+  egi_op wanted = m->pattern->nodes[egi_maker(m->pattern, goal->wanted)].op;
   egi_value_id value = goal->found;
   for (;;) {
-    egi_node_id id = producer(m->graph, value);
+    egi_node_id id = egi_maker(m->graph, value);
     egi_op op = id != 0 ? m->graph->nodes[id].op : EGI_OP_NONE;
     if (op == wanted && solve_same(m, goal, at, id, value)) return true;
     if (is_inverse_pair(wanted, op) && solve_inverse(m, goal, at, id)) return true;
@@ -484,20 +258,20 @@ static bool solve_node(egi_match *m, const egi_goal *goal, unsigned at) {
 
 static bool solve(egi_match *m, unsigned at) {
   if (at == m->n_goals) return true;
-  if (++m->n_steps > EGI_MATCH_STEPS) return fail(m, m->root, "too many ways to read it");
+  if (++m->n_steps > EGI_MATCH_STEPS) return egi_match_fail(m, m->root, "too many ways to read it");
   const egi_goal goal = m->goals[at];
   double exponent = 0.0;
   egi_value_id known = m->values[goal.wanted], base = 0;
   bool is_plain = goal.exponent == 1.0 && !goal.is_negated;
   if (is_constant(m, goal.wanted)) {
-    const egi_node *constant = &m->pattern->nodes[producer(m->pattern, goal.wanted)];
-    if (!constant_equals(m, &goal, constant)) return false;
+    const egi_node *constant = &m->pattern->nodes[egi_maker(m->pattern, goal.wanted)];
+    if (!egi_match_constant(m, &goal, constant)) return false;
     if (is_plain) bind(m, goal.wanted, goal.found);
     return solve(m, at + 1);
   }
   if (known != 0 && is_plain) {
-    if (!is_same_value(m->graph, known, goal.found))
-      return fail(m, producer(m->graph, goal.found), "an operand is not the same value as before");
+    if (!egi_values_are_same(m->graph, known, goal.found))
+      return egi_match_fail(m, egi_maker(m->graph, goal.found), "an operand is not the same value as before");
     return solve(m, at + 1);
   }
   if (m->pattern->values[goal.wanted].kind == EGI_VALUE_INPUT) {
@@ -510,7 +284,7 @@ static bool solve(egi_match *m, unsigned at) {
 }
 
 bool egi_match_can_start(const egi_graph *pattern, egi_op op) {
-  egi_node_id id = producer(pattern, pattern->outputs[0]);
+  egi_node_id id = egi_maker(pattern, pattern->outputs[0]);
   egi_op wanted = id != 0 ? pattern->nodes[id].op : EGI_OP_NONE;
   double exponent = 0.0;
   egi_value_id base = 0;
@@ -535,7 +309,8 @@ bool egi_match_run(egi_match *m, const egi_graph *pattern, egi_node_id root) {
   if (!push(m, wanted, node->outputs[index]) || !solve(m, 0)) return false;
   /* solve() keeps what it bound when it succeeds */
   for (uint32_t i = 1; i < pattern->n_outputs; i++)
-    if (m->values[pattern->outputs[i]] == 0) return fail(m, root, "a result of the pattern has no value of its own");
+    if (m->values[pattern->outputs[i]] == 0)
+      return egi_match_fail(m, root, "a result of the pattern has no value of its own");
   m->is_whole = true;
   return true;
 }
