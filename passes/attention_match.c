@@ -17,6 +17,7 @@ typedef struct matcher {
   egi_arena *arena;
   double factor;     /* of the scores above the node that is looked at */
   bool drops_column; /* of the probabilities: that of the sink */
+  bool is_joined;    /* batch and heads are one axis of the products */
   bool has_cap;
   egi_dim heads;
 } matcher;
@@ -78,7 +79,8 @@ static egi_node_id find_softmax(matcher *x, egi_value_id value) {
     egi_node_id id = egi_producer(graph, value);
     const egi_node *node = &graph->nodes[id];
     if (id == 0 || node->op == EGI_OP_Softmax) return id;
-    if (node->op == EGI_OP_Cast || node->op == EGI_OP_Identity || is_inference_dropout(graph, node)) {
+    bool is_joining = x->is_joined && egi_before_joining(graph, id) != 0;
+    if (node->op == EGI_OP_Cast || node->op == EGI_OP_Identity || is_joining || is_inference_dropout(graph, node)) {
       value = node->inputs[0];
     } else if (is_nan_guard(graph, node)) {
       value = node->inputs[2];
@@ -94,15 +96,20 @@ static egi_node_id find_softmax(matcher *x, egi_value_id value) {
 
 /* ---- scores ----------------------------------------------------------------------------------------------------- */
 
-/* Whether `value` is the scores rather than a mask: a product of two tensors of 4 dims lies below it. */
+/* Whether `value` is the scores rather than a mask: a product of two tensors of 4 dims lies below it, or of 3 dims
+ * behind a Reshape. */
 static bool leads_to_scores(const egi_graph *graph, egi_value_id value, unsigned depth) {
   for (unsigned i = 0; i < MAX_STEPS; i++) {
     egi_node_id id = egi_producer(graph, value);
     const egi_node *node = &graph->nodes[id];
-    if (id == 0 || graph->values[value].rank != 4) return false;
+    if (id == 0 || graph->values[value].rank < 3 || graph->values[value].rank > 4) return false;
     switch (node->op) {
     case EGI_OP_MatMul:
       return true;
+    case EGI_OP_Reshape:
+      if (egi_before_joining(graph, id) == 0) return false;
+      value = node->inputs[0];
+      break;
     case EGI_OP_Cast:
     case EGI_OP_Identity:
     case EGI_OP_Tanh:
@@ -223,6 +230,9 @@ static bool match_score_node(matcher *x, egi_node_id id, egi_value_id *value) {
   case EGI_OP_Identity:
     *value = x->graph->nodes[id].inputs[0];
     return egi_dtype_is_float(x->graph->values[*value].dtype) || miss_node(x, id, "makes scores of integers");
+  case EGI_OP_Reshape:
+    *value = egi_before_joining(x->graph, id);
+    return (x->is_joined && *value != 0) || miss_node(x, id, "stands between the scores and their Softmax");
   case EGI_OP_Add:
     return match_add(x, id, value);
   case EGI_OP_Where:
@@ -312,12 +322,35 @@ static void match_keys(matcher *x, double *factor) {
 
 /* ---- the two forms ---------------------------------------------------------------------------------------------- */
 
+/* Queries, keys and values of the two products, in 4 dims. */
+static bool match_operands(matcher *x, egi_node_id product, egi_value_id values) {
+  const egi_graph *graph = x->graph;
+  egi_attention_match *m = x->m;
+  m->scale = x->factor;
+  m->q = (egi_attention_operand){graph->nodes[product].inputs[0], {0, 1, 2, 3}};
+  m->k = (egi_attention_operand){graph->nodes[product].inputs[1], {0, 1, 3, 2}};
+  m->v = (egi_attention_operand){values, {0, 1, 2, 3}};
+  if (x->is_joined && !(egi_match_joined(graph, &m->q, &m->scale) && egi_match_joined(graph, &m->k, &m->scale) &&
+                        egi_match_joined(graph, &m->v, NULL)))
+    return miss(x, product, "batch and heads of queries, keys or values are not joined by a Reshape");
+  if (graph->values[m->q.value].rank != 4 || graph->values[m->k.value].rank != 4 || graph->values[m->v.value].rank != 4)
+    return miss(x, product, "queries, keys and values need 4 dims");
+  egi_match_operand(graph, &m->q, &m->scale, false);
+  match_keys(x, &m->scale);
+  if (!check_shapes(x)) return false;
+  const egi_value *result = &graph->values[m->result];
+  bool fits = egi_dims_agree(graph, result->dims[0], m->mask.batch) &&
+              egi_dims_agree(graph, result->dims[1], operand_dim(graph, &m->q, 1));
+  return fits || miss(x, m->root, "its result has other sizes than the queries");
+}
+
+/* `id` is the second product; with batch and heads joined, the root is the Reshape behind it. */
 static bool match_products(matcher *x, egi_node_id id) {
   const egi_graph *graph = x->graph;
   const egi_node *node = &graph->nodes[id];
   egi_attention_match *m = x->m;
   egi_node_id product;
-  m->result = node->outputs[0];
+  m->result = graph->nodes[m->root].outputs[0];
   if (graph->values[m->result].rank != 4) return miss(x, id, "its result does not have 4 dimensions");
   x->heads = graph->values[m->result].dims[1];
   const egi_node *softmax = &graph->nodes[m->softmax];
@@ -326,15 +359,7 @@ static bool match_products(matcher *x, egi_node_id id) {
   if (!match_scores(x, softmax->inputs[0], &product)) return false;
   if (x->drops_column != (m->sinks != 0))
     return miss(x, m->softmax, m->sinks ? "the sink's column is kept" : "a column of the probabilities is left out");
-  m->scale = x->factor;
-  m->q = (egi_attention_operand){graph->nodes[product].inputs[0], {0, 1, 2, 3}};
-  m->k = (egi_attention_operand){graph->nodes[product].inputs[1], {0, 1, 3, 2}};
-  m->v = (egi_attention_operand){node->inputs[1], {0, 1, 2, 3}};
-  if (graph->values[m->q.value].rank != 4 || graph->values[m->k.value].rank != 4 || graph->values[m->v.value].rank != 4)
-    return miss(x, product, "queries, keys and values need 4 dims");
-  egi_match_operand(graph, &m->q, &m->scale, false);
-  match_keys(x, &m->scale);
-  return check_shapes(x);
+  return match_operands(x, product, node->inputs[1]);
 }
 
 static bool has_outputs(const egi_node *node) {
@@ -406,9 +431,15 @@ bool egi_match_attention(const egi_graph *graph, egi_node_id id, egi_arena *aren
     (void)match_standard(&x, id);
     return true;
   }
-  if (node->op != EGI_OP_MatMul) return false;
-  out_match->softmax = find_softmax(&x, node->inputs[0]);
+  egi_node_id product = id;
+  if (egi_before_joining(graph, id) != 0 && graph->values[node->inputs[0]].rank == 3) {
+    product = egi_producer(graph, node->inputs[0]);
+    x.is_joined = true;
+  }
+  if (product == 0 || graph->nodes[product].op != EGI_OP_MatMul) return false;
+  if (graph->values[graph->nodes[product].outputs[0]].rank == 3 && !x.is_joined) return false;
+  out_match->softmax = find_softmax(&x, graph->nodes[product].inputs[0]);
   if (out_match->softmax == 0) return false;
-  (void)match_products(&x, id);
+  (void)match_products(&x, product);
   return true;
 }

@@ -31,6 +31,11 @@ bool egi_match_attention(const egi_graph *graph, egi_node_id id, egi_arena *aren
 /* attention_operands.c: looks through scales (multiplied to *factor unless NULL), transposes and, with `is_shared`,
  * repeated key heads, down to the value that an operand is made of. */
 void egi_match_operand(const egi_graph *graph, egi_attention_operand *operand, double *factor, bool is_shared);
+/* An operand of 3 dims, [batch · heads, rows, columns], becomes one of 4 where it was made by a Reshape from that;
+ * scales are multiplied to *factor unless NULL. */
+bool egi_match_joined(const egi_graph *graph, egi_attention_operand *operand, double *factor);
+/* A Reshape that joins batch and heads of 4 dims, or takes them apart: the value before it, or 0. */
+egi_value_id egi_before_joining(const egi_graph *graph, egi_node_id node);
 /* The node that makes a value, or 0. */
 egi_node_id egi_producer(const egi_graph *graph, egi_value_id value);
 /* Equal once assumptions are applied. */

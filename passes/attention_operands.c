@@ -137,6 +137,42 @@ static egi_value_id find_swapped(const egi_graph *graph, const egi_node *node) {
   return fits ? graph->nodes[join].inputs[0] : 0;
 }
 
+/* ---- batch and heads in one axis ------------------------------------------------------------------------------- */
+
+egi_value_id egi_before_joining(const egi_graph *graph, egi_node_id id) {
+  const egi_node *node = &graph->nodes[id];
+  if (id == 0 || node->op != EGI_OP_Reshape) return 0;
+  const egi_value *before = &graph->values[node->inputs[0]], *after = &graph->values[node->outputs[0]];
+  if (before->rank + after->rank != 7 || (before->rank != 3 && after->rank != 3)) return 0;
+  for (int i = 1; i <= 2; i++)
+    if (!egi_dims_agree(graph, before->dims[before->rank - i], after->dims[after->rank - i])) return 0;
+  return node->inputs[0];
+}
+
+bool egi_match_joined(const egi_graph *graph, egi_attention_operand *operand, double *factor) {
+  bool is_swapped = operand->axes[2] == 3;
+  egi_value_id value = operand->value, below;
+  int64_t axes[3];
+  double number;
+  for (unsigned i = 0; i < 8; i++) {
+    egi_node_id id = egi_producer(graph, value);
+    if (id == 0) return false;
+    if (factor && egi_match_factor(graph, id, &below, &number)) {
+      value = below;
+      *factor *= number;
+    } else if (read_axes(graph, id, 3, axes) && axes[0] == 0) {
+      is_swapped = is_swapped != (axes[1] == 2);
+      value = graph->nodes[id].inputs[0];
+    } else {
+      below = egi_before_joining(graph, id);
+      if (below == 0 || graph->values[below].rank != 4) return false;
+      *operand = (egi_attention_operand){below, {0, 1, is_swapped ? 3 : 2, is_swapped ? 2 : 3}};
+      return true;
+    }
+  }
+  return false;
+}
+
 /* One node further down; false at the end. */
 static bool step(const egi_graph *graph, egi_attention_operand *operand, double *factor, bool is_shared) {
   static const int64_t swapped[4] = {0, 1, 3, 2};

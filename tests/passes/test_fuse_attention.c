@@ -148,6 +148,18 @@ static const attention_row spellings[] = {
      "kt = Transpose <perm = [0,1,3,2]> (k) d = MatMul (q, kt) e = Mul (d, s) f = Add (e, mask) "
      "g = Softmax <axis = -1> (f) y = MatMul (g, v) }",
      1, 0, true, false, 0, 1, NULL},
+    {"batch and heads joined for the products",
+     GRAPH_WITH(
+         "int64[1] flat = {-1}, int64[1] eight = {8}, int64[1] fours = {4}",
+         MASK REPEAT("k") REPEAT(
+             "v") "bs = Shape <start = 0, end = 1> (m) ss = Shape <start = 1, end = 2> (m) "
+                  "js = Concat <axis = 0> (flat, ss, eight) sq = Concat <axis = 0> (flat, ss, ss) "
+                  "s4 = Concat <axis = 0> (bs, fours, ss, ss) o4 = Concat <axis = 0> (bs, fours, ss, eight) "
+                  "q3 = Reshape (q, js) k3 = Reshape (kr, js) v3 = Reshape (vr, js) kt = Transpose <perm = [0,2,1]> "
+                  "(k3) "
+                  "qs = Mul (q3, s) d = MatMul (qs, kt) e = Reshape (d, s4) f = Add (e, mask) f3 = Reshape (f, sq) "
+                  "g = Softmax <axis = -1> (f3) y3 = MatMul (g, v3) y = Reshape (y3, o4) "),
+     1, 0, true, false, 0, 2, NULL},
     {"rows without keys are opened again",
      GRAPH(BOTH SCORES "t = Cast <to = 6> (seen) mx = ReduceMax <keepdims = 1> (t, last) any = Cast <to = 9> (mx) "
                        "none = Not (any) u = Or (seen, none) mask = Where (u, nil, low) f = Add (e, mask) " REST),
