@@ -61,8 +61,8 @@ static void other_products_stay(void **state) {
       "(float[b,s,4] x, float[4,3] w) => (float[b,s,3] y) { y = MatMul (x, w) }",
       "(float[b,s,4] x) => (float[b,s,s] y) { t = Transpose <perm = [0,2,1]> (x)  y = MatMul (x, t) }",
       "(float[3,4] p, float[b,s,4] x) => (float[3,2] y) <float[4,2] w = {1,2,3,4,5,6,7,8}> { y = MatMul (p, w) }",
-      "(float[b,2,4] x) => (float[2,3] y) <float[4,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}, int64 i = {0}>\n"
-      "{ r = Gather (x, i)  y = Gemm <alpha = 0.5> (r, w) }",
+      ("(float[b,2,4] x) => (float[2,3] y) <float[4,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}, int64 i = {0}>\n"
+       "{ r = Gather (x, i)  y = Gemm <alpha = 0.5> (r, w) }"),
   };
   pass_fixture *fixture = *state;
   for (size_t i = 0; i < EGI_COUNT(graphs); i++) {
