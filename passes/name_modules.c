@@ -1,10 +1,11 @@
 /* Each node's scope becomes the path its module has in the Hugging Face model. Sources, best first: the path that the
- * importer found; the name of a weight that the node takes; the path of a neighbour. A path prefix that all modules
- * with weights share, head included, is an export wrapper and goes. onnxruntime-genai's names are translated.
- * Idempotent: the whole common prefix goes at once, and translated names translate to themselves. */
+ * importer found; the name of a weight that the node takes; for a linear layer what it feeds; the path of a neighbour.
+ * A path prefix that all modules with weights share, head included, is an export wrapper and goes. onnxruntime-genai's
+ * names are translated. Idempotent: the whole common prefix goes at once, and translated names translate to themselves.
+ */
 #include <string.h>
 
-#include "passes/passes.h"
+#include "passes/name_modules.h"
 
 /* ---- paths ------------------------------------------------------------------------------------------------------ */
 
@@ -246,8 +247,9 @@ static eg_status name_all(namer *state) {
   egi_map_init(&state->paths, &state->arena);
   EG_TRY(egi_find_operands(state->graph, &state->arena, &state->operands, &state->n_operands));
   EG_TRY(scopes_from_weights(state));
-  find_prefix(state);
   clear_placeholders(state->graph);
+  EG_TRY(egi_name_by_structure(state->graph, &state->arena));
+  find_prefix(state);
   EG_TRY(rename_scopes(state));
   inherit_forward(state);
   inherit_backward(state);

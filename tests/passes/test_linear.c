@@ -130,6 +130,36 @@ static void a_models_own_fused_layer_stays_one(void **state) {
   assert_string_equal(linears(fixture), "model.layers.0.self_attn.qkv_proj 2>8\nlm_head 2>5\n");
 }
 
+/* As a tool leaves a file whose quantised nodes it named itself: only what is around them has a path. */
+static void layers_are_named_by_what_they_feed(void **state) {
+  pass_fixture *fixture = *state;
+  pass_graph(
+      fixture,
+      "(int64[batch,sequence] input_ids) => (float[batch,sequence,3] logits)\n"
+      "<float[3,2] \"m.model.embed_tokens.weight\" = {1,2,3,4,5,6}, int8[2,2] a = {1,2,3,4}, int8[2,2] b = {4,3,2,1},"
+      " int8[2,2] c = {1,2,2,4}, int8[2,2] d = {1,3,3,4}, int8[2,2] e = {9,2,3,4}, int8[2,2] f = {7,2,3,4},\n"
+      " int8[2,2] g = {7,7,3,4}, int8[2,3] h = {1,2,3,4,5,6}, float s = {0.5}, int64[4] heads = {0,0,1,2}, "
+      "int64[3] flat = {0,0,2}>\n"
+      "{ [\"/m/model/embed_tokens/Gather\"] x = Gather (\"m.model.embed_tokens.weight\", input_ids)\n"
+      "  da = DequantizeLinear (a, s)  db = DequantizeLinear (b, s)  dc = DequantizeLinear (c, s)\n"
+      "  dd = DequantizeLinear (d, s)  de = DequantizeLinear (e, s)  df = DequantizeLinear (f, s)\n"
+      "  dg = DequantizeLinear (g, s)  dh = DequantizeLinear (h, s)\n"
+      "  q = MatMul (x, da)  k = MatMul (x, db)  v = MatMul (x, dc)  q4 = Reshape (q, heads)\n"
+      "  k4 = Reshape (k, heads)  v4 = Reshape (v, heads)  qt = Transpose <perm = [0,2,1,3]> (q4)\n"
+      "  kt = Transpose <perm = [0,2,1,3]> (k4)  vt = Transpose <perm = [0,2,1,3]> (v4)\n"
+      "  [\"/m/model/layers.0/self_attn/Attention\"] y, l = engraft.Attention <causal = 1> (qt, kt, vt)\n"
+      "  yt = Transpose <perm = [0,2,1,3]> (y)  yf = Reshape (yt, flat)  o = MatMul (yf, dd)\n"
+      "  i = MatMul (o, de)  j = MatMul (o, df)\n"
+      "  [\"/m/model/layers.0/mlp/act_fn/Mul\"] n = engraft.GLU (i, j)  p = MatMul (n, dg)\n"
+      "  logits = MatMul (p, dh) }");
+  pass_run(fixture, "fuse_linear,name_modules", NULL);
+  pass_run_settled(fixture, "name_modules");
+  assert_string_equal(linears(fixture), "model.layers.0.self_attn.q_proj 2>2\nmodel.layers.0.self_attn.k_proj 2>2\n"
+                                        "model.layers.0.self_attn.v_proj 2>2\nmodel.layers.0.self_attn.o_proj 2>2\n"
+                                        "model.layers.0.mlp.gate_proj 2>2\nmodel.layers.0.mlp.up_proj 2>2\n"
+                                        "model.layers.0.mlp.down_proj 2>2\nlm_head 2>3\n");
+}
+
 static void a_head_joins_the_loss(void **state) {
   pass_fixture *fixture = *state;
   const egi_adapt_options adapt = {.has_gradient = true};
@@ -158,10 +188,12 @@ int main(void) {
       TEST(products_with_parameters_become_linear),
       TEST(a_gemm_loses_its_reshapes),
       TEST(a_bias_behind_the_reshape_is_taken),
+      TEST(a_bias_joins_a_quantised_layer),
       TEST(quantised_matrices_stay_so),
       TEST(other_products_stay),
       TEST(genais_projection_has_three_parts),
       TEST(a_models_own_fused_layer_stays_one),
+      TEST(layers_are_named_by_what_they_feed),
       TEST(a_head_joins_the_loss),
       TEST(quantised_weights_are_not_trained),
   };
