@@ -203,6 +203,7 @@ typedef struct egi_state {
   uint64_t offset;            /* in elements of dtype, from the pool's start */
   uint32_t weight;            /* initialised from this weight (full training), or 0 */
   bool is_transposed;         /* the file holds the 2-D transpose of what the graph holds */
+  bool is_vector;             /* the file holds one dim, whatever dims of 1 the graph has beside it */
   bool has_decay;             /* weight decay applies */
   const egi_rows_part *parts; /* in the file: tensors of these names and rows (its first dim); NULL: the whole */
   uint32_t n_parts;

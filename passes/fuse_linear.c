@@ -149,22 +149,42 @@ static eg_status put_linear(fuser *state, const layer *l, const egi_value_id *in
   return EG_OK;
 }
 
-/* Everything that belongs to the layer of a product, or false. */
-static bool read_layer(fuser *state, const egi_operand *operand, layer *l) {
-  const egi_graph *graph = state->graph;
-  const egi_node *node = &graph->nodes[operand->node];
-  const egi_value *weight = &graph->values[node->inputs[1]];
+/* The bias and the reshapes behind y, in either order. */
+static bool take_surroundings(fuser *state, layer *l) {
+  egi_dims *dims = state->graph->module->dims;
+  const egi_value *y = &state->graph->values[l->y];
   int64_t n = 0;
-  *l = (layer){.product = operand->node, .x = node->inputs[0], .y = node->outputs[0]};
-  if (weight->rank != 2 || graph->values[l->x].rank < 1 || graph->values[l->x].dtype != weight->dtype) return false;
-  if (node->op == EGI_OP_Gemm && !read_gemm(graph, node, l)) return false;
-  const egi_value *y = &graph->values[l->y];
-  if (!egi_dim_value(graph->module->dims, egi_dim_resolve(graph->module->dims, y->dims[y->rank - 1]), &n)) return false;
+  if (y->rank < 1 || !egi_dim_value(dims, egi_dim_resolve(dims, y->dims[y->rank - 1]), &n)) return false;
   if (take_bias(state, l, n))
     (void)take_reshapes(state, l);
   else if (take_reshapes(state, l))
     (void)take_bias(state, l, n);
   return true;
+}
+
+/* Everything that belongs to the layer of a product, or false. */
+static bool read_layer(fuser *state, const egi_operand *operand, layer *l) {
+  const egi_graph *graph = state->graph;
+  const egi_node *node = &graph->nodes[operand->node];
+  const egi_value *weight = &graph->values[node->inputs[1]];
+  *l = (layer){.product = operand->node, .x = node->inputs[0], .y = node->outputs[0]};
+  if (weight->rank != 2 || graph->values[l->x].rank < 1 || graph->values[l->x].dtype != weight->dtype) return false;
+  if (node->op == EGI_OP_Gemm && !read_gemm(graph, node, l)) return false;
+  return take_surroundings(state, l);
+}
+
+/* A Linear that a file's own operator has become gets what stands behind it. */
+static eg_status extend(fuser *state, egi_node_id id) {
+  const egi_node node = state->graph->nodes[id]; /* its lists stay when it is gone */
+  layer l = {.product = id, .x = node.inputs[EGI_LINEAR_X], .y = node.outputs[0]};
+  egi_value_id inputs[EGI_LINEAR_INPUTS] = {0};
+  for (uint16_t i = 0; i < node.n_inputs && i < EGI_LINEAR_INPUTS; i++) inputs[i] = node.inputs[i];
+  l.bias = inputs[EGI_LINEAR_BIAS];
+  state->run->report->n_tried++;
+  if (!take_surroundings(state, &l) || l.n_gone == 0) return EG_OK;
+  inputs[EGI_LINEAR_X] = l.x;
+  inputs[EGI_LINEAR_BIAS] = l.bias;
+  return put_linear(state, &l, inputs, node.attributes, node.n_attributes);
 }
 
 static eg_status fuse(fuser *state, const egi_operand *operand) {
@@ -174,6 +194,7 @@ static eg_status fuse(fuser *state, const egi_operand *operand) {
   egi_attribute attributes[4];
   unsigned n_attributes = 0;
   layer l;
+  if (node->op == EGI_OP_Linear && operand->input == EGI_LINEAR_WEIGHT) return extend(state, operand->node);
   if (operand->input != 1 || (node->op != EGI_OP_MatMul && node->op != EGI_OP_Gemm)) return EG_OK;
   if (operand->role != EGI_ROLE_MATRIX && operand->role != EGI_ROLE_QUANTISED) return EG_OK;
   egi_value_id weight = node->inputs[1];

@@ -160,7 +160,8 @@ static eg_status replace_one(grafter *state, const egi_parameter *parameter) {
                       .rank = weight->rank,
                       .weight = parameter->weight,
                       .is_transposed = parameter->is_transposed,
-                      .has_decay = weight->rank >= 2,
+                      .is_vector = parameter->is_vector,
+                      .has_decay = weight->rank >= 2 && !parameter->is_vector,
                       .parts = parameter->parts,
                       .n_parts = parameter->n_parts};
   memcpy(wanted.dims, weight->dims, sizeof(wanted.dims));

@@ -196,6 +196,8 @@ static eg_status visit(finder *state, egi_node_id id) {
     EG_TRY(add_codes(state, id, 1, egi_node_int(node, "transB", 0) != 0));
     EG_TRY(add_operand(state, id, 1, EGI_ROLE_MATRIX, egi_node_int(node, "transB", 0) != 0));
     return add_operand(state, id, 2, EGI_ROLE_BIAS, false);
+  case EGI_OP_MaskedAttention:
+    return is_hidden ? add_operand(state, id, 4, EGI_ROLE_SINKS, false) : EG_OK;
   case EGI_OP_LinearLogProbability:
     EG_TRY(add_operand(state, id, 1, EGI_ROLE_MATRIX, false));
     return add_operand(state, id, 3, EGI_ROLE_BIAS, false);

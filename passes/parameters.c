@@ -57,7 +57,8 @@ static eg_status name_operand(collector *state, const egi_operand *operand, cons
   const char *name = is_expert ? raw : own_name(raw, scope ? scope : "");
   *out_is_own = name != NULL;
   if (!name && (!scope || !scope[0])) name = raw;
-  if (!name) name = egi_arena_format(state->arena, "%s.%s", scope, operand->role == EGI_ROLE_BIAS ? "bias" : "weight");
+  const char *leaf = operand->role == EGI_ROLE_BIAS ? "bias" : operand->role == EGI_ROLE_SINKS ? "sinks" : "weight";
+  if (!name) name = egi_arena_format(state->arena, "%s.%s", scope, leaf);
   if (!name) return EG_ERROR_MEMORY;
   return free_name(state, name, operand->weight, out_name);
 }
@@ -146,6 +147,18 @@ static eg_status add_parts(collector *state, const egi_operand *operand, egi_par
   return EG_OK;
 }
 
+/* Scales, biases and sinks have one dim in Hugging Face's files; norms with a row for each head have two. */
+static bool is_vector_in_file(const egi_graph *graph, const egi_operand *operand) {
+  const egi_value *weight = &graph->values[operand->weight];
+  int n_wide = 0;
+  if (operand->role == EGI_ROLE_MATRIX || operand->role == EGI_ROLE_TABLE) return false;
+  for (int i = 0; i < weight->rank; i++) {
+    int64_t size = 0;
+    n_wide += !egi_dim_value(graph->module->dims, weight->dims[i], &size) || size != 1;
+  }
+  return n_wide <= 1;
+}
+
 static eg_status add_operand(collector *state, size_t index) {
   const egi_operand *operand = &state->operands[index];
   const char *name = NULL;
@@ -156,10 +169,10 @@ static eg_status add_operand(collector *state, size_t index) {
     parameter = state->count;
     EG_TRY(EGI_GROW(state->arena, &state->list, state->count, &state->capacity));
     EG_TRY(egi_map_put(&state->names, name, parameter));
-    state->list[state->count++] =
-        (egi_parameter){.name = name,
-                        .weight = state->graph->values[operand->weight].index,
-                        .is_transposed = is_transposed_in_file(state->graph, operand, is_own)};
+    state->list[state->count++] = (egi_parameter){.name = name,
+                                                  .weight = state->graph->values[operand->weight].index,
+                                                  .is_transposed = is_transposed_in_file(state->graph, operand, is_own),
+                                                  .is_vector = is_vector_in_file(state->graph, operand)};
     if (!is_own) EG_TRY(add_parts(state, operand, &state->list[parameter]));
   }
   state->use_parameter[index] = parameter;

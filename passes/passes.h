@@ -132,6 +132,7 @@ typedef struct egi_parameter {
   const char *name;   /* "model.layers.0.self_attn.q_proj.weight" */
   uint32_t weight;    /* index in the module */
   bool is_transposed; /* Hugging Face holds the transpose of the file's bytes */
+  bool is_vector;     /* Hugging Face holds one dim */
   const egi_parameter_use *uses;
   uint32_t n_uses;
   const egi_rows_part *parts; /* of a fused layer: its rows, in Hugging Face's layout, by module; NULL: one module */
@@ -216,6 +217,7 @@ typedef enum egi_operand_role {
   EGI_ROLE_QUANTISED, /* the codes of a Linear, or of a DequantizeLinear below a MatMul or Gemm; never trained */
   EGI_ROLE_TABLE,     /* of a Gather: effectively [rows, features] */
   EGI_ROLE_SCALE,
+  EGI_ROLE_SINKS, /* of a MaskedAttention: a number for each head */
   EGI_ROLE_BIAS,
   EGI_ROLE_EXPERTS /* of a MoE: a stack over the experts, or one expert's, matrix or bias */
 } egi_operand_role;

@@ -35,7 +35,7 @@ static eg_status fill_initial(const egi_machine *machine, const egi_state *state
   const initial *start = argument;
   int64_t dims[EGI_MAX_RANK];
   (void)machine;
-  egi_state_file_dims(state, dims);
+  (void)egi_state_file_dims(state, dims);
   memset(values, 0, (size_t)count * sizeof *values);
   if (!egi_has_suffix(state->name, ".lora_A.weight")) return EG_OK;
   uint64_t stream = egi_hash(state->name, strlen(state->name), 0);

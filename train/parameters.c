@@ -9,11 +9,17 @@ uint64_t egi_state_count(const egi_state *state) {
   return count;
 }
 
-void egi_state_file_dims(const egi_state *state, int64_t dims[EGI_MAX_RANK]) {
+int egi_state_file_dims(const egi_state *state, int64_t dims[EGI_MAX_RANK]) {
   memcpy(dims, state->dims, EGI_MAX_RANK * sizeof *dims);
-  if (!state->is_transposed) return;
-  dims[0] = state->dims[1];
-  dims[1] = state->dims[0];
+  if (state->is_vector) {
+    dims[0] = (int64_t)egi_state_count(state);
+    return 1;
+  }
+  if (state->is_transposed) {
+    dims[0] = state->dims[1];
+    dims[1] = state->dims[0];
+  }
+  return state->rank;
 }
 
 /* [rows, columns] -> [columns, rows] */

@@ -180,7 +180,8 @@ eg_status egi_adapters_load(egi_machine *machine, const egi_peft *peft);
 
 /* One trainable tensor in a pool, in the layout of the file it is saved to; n_values floats. */
 uint64_t egi_state_count(const egi_state *state);
-void egi_state_file_dims(const egi_state *state, int64_t dims[EGI_MAX_RANK]);
+/* Dims as files have them; returns the rank. */
+int egi_state_file_dims(const egi_state *state, int64_t dims[EGI_MAX_RANK]);
 eg_status egi_state_read(const egi_machine *machine, const egi_state *state, egi_state_pool pool, float *values);
 eg_status egi_state_write(egi_machine *machine, const egi_state *state, egi_state_pool pool, const float *values);
 

@@ -15,9 +15,10 @@ static const egi_state *state_of(const eg_trainer *trainer, const egi_file_tenso
   return &trainer->machine.module->states[tensor->state];
 }
 
-static void file_dims(const eg_trainer *trainer, const egi_file_tensor *tensor, int64_t dims[EGI_MAX_RANK]) {
-  egi_state_file_dims(state_of(trainer, tensor), dims);
+static int file_dims(const eg_trainer *trainer, const egi_file_tensor *tensor, int64_t dims[EGI_MAX_RANK]) {
+  int rank = egi_state_file_dims(state_of(trainer, tensor), dims);
   if (tensor->rows > 0) dims[0] = tensor->rows;
+  return rank;
 }
 
 static eg_status check_index(const eg_trainer *trainer, size_t index) {
@@ -28,8 +29,8 @@ static eg_status check_index(const eg_trainer *trainer, size_t index) {
 eg_status egi_trainer_parameter_info(const eg_trainer *trainer, size_t index, eg_parameter_info *out_info) {
   EG_TRY(check_index(trainer, index));
   const egi_file_tensor *tensor = &trainer->tensors[index];
-  eg_parameter_info info = {.name = tensor->name, .rank = (uint32_t)state_of(trainer, tensor)->rank};
-  file_dims(trainer, tensor, info.dims);
+  eg_parameter_info info = {.name = tensor->name};
+  info.rank = (uint32_t)file_dims(trainer, tensor, info.dims);
   *out_info = info;
   return EG_OK;
 }
@@ -39,8 +40,8 @@ static eg_status check_access(const eg_trainer *trainer, size_t index, size_t n_
   const egi_file_tensor *tensor = &trainer->tensors[index];
   int64_t dims[EGI_MAX_RANK];
   uint64_t count = 1;
-  file_dims(trainer, tensor, dims);
-  for (int i = 0; i < state_of(trainer, tensor)->rank; i++) count *= (uint64_t)dims[i];
+  int rank = file_dims(trainer, tensor, dims);
+  for (int i = 0; i < rank; i++) count *= (uint64_t)dims[i];
   if (n_values == count) return EG_OK;
   return egi_fail(trainer->ctx, EG_ERROR_ARGUMENT, "parameter \"%s\" has %llu values, not %zu", tensor->name,
                   (unsigned long long)count, n_values);
@@ -51,7 +52,7 @@ static eg_status read_whole(const eg_trainer *trainer, const egi_file_tensor *te
                             float **out_values, size_t *out_count, size_t *out_first) {
   const egi_state *state = state_of(trainer, tensor);
   int64_t dims[EGI_MAX_RANK];
-  egi_state_file_dims(state, dims);
+  (void)egi_state_file_dims(state, dims);
   *out_count = (size_t)egi_state_count(state);
   *out_first = *out_count / (size_t)dims[0] * (size_t)tensor->first_row;
   *out_values = egi_allocate(trainer->ctx, EGI_PURPOSE_DATA, *out_count * sizeof **out_values);
@@ -108,10 +109,9 @@ static eg_status read_tensors(const eg_trainer *trainer, egi_arena *arena, egi_s
     EG_TRY(egi_state_read(&trainer->machine, state, EGI_POOL_PARAMETERS, values));
     tensors[i] = (egi_safetensor){.name = state->name,
                                   .dtype = EG_DTYPE_F32,
-                                  .rank = state->rank,
                                   .data = (const uint8_t *)values,
                                   .size_bytes = count * sizeof *values};
-    egi_state_file_dims(state, tensors[i].dims);
+    tensors[i].rank = egi_state_file_dims(state, tensors[i].dims);
   }
   return EG_OK;
 }

@@ -55,6 +55,19 @@ static void quantised_matrices_stay_so(void **state) {
               "-> y=%1\n-> z=%2\n");
 }
 
+/* An operator of the file's own that became a Linear when the model was loaded. */
+static void a_bias_joins_a_quantised_layer(void **state) {
+  pass_fixture *fixture = *state;
+  pass_graph(fixture, "(float[b,s,4] x) => (float[b,s,2] y)\n"
+                      "<uint8[2,1,8] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}, float[2,1] s = {1,2}, float[2] c = {1,2}>\n"
+                      "{ p = com.microsoft.MatMulNBits <K = 4, N = 2, bits = 4, block_size = 16> (x, w, s)\n"
+                      "  y = Add (p, c) }");
+  pass_run(fixture, "lower_operators,eliminate_identity", NULL);
+  pass_run_settled(fixture, "fuse_linear");
+  pass_expect(fixture, "%1 = Linear<storage=nbits><bits=4><block_size=16><out_features=2><in_features=4>(x, w, c, s)\n"
+                       "-> y=%1\n");
+}
+
 /* Products of what is computed, factors, shared results and scalar or wide addends stay. */
 static void other_products_stay(void **state) {
   static const char *const graphs[] = {
@@ -187,6 +200,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       TEST(products_with_parameters_become_linear),
       TEST(a_gemm_loses_its_reshapes),
+      TEST(a_bias_joins_a_quantised_layer),
       TEST(a_bias_behind_the_reshape_is_taken),
       TEST(a_bias_joins_a_quantised_layer),
       TEST(quantised_matrices_stay_so),
