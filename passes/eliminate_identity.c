@@ -1,7 +1,8 @@
 /* Nodes that give back their input go: Identity, layout operators and Casts that change nothing, x + 0, x - 0, x · 1,
  * x / 1, x ^ 1 with a constant scalar; chains of Transposes become one, chains of Reshapes and the like that come back
- * to a shape they had are cut, and a Cast after a lossless Cast starts from before it; a CastLike is a Cast, and a
- * negated summand is subtracted. Precondition: inferred. Ends because each rewrite removes a node or shortens a chain.
+ * to a shape they had are cut, and a Cast after a lossless Cast starts from before it; a CastLike is a Cast, a
+ * product with -1 is a Neg, and a negated summand is subtracted. Precondition: inferred. Ends because each rewrite
+ * removes a node or shortens a chain.
  */
 #include "passes/passes.h"
 
@@ -162,6 +163,21 @@ static void merge_casts(eliminator *state, egi_node_id id) {
   state->run->has_changed = true;
 }
 
+/* x · -1 = x / -1 = -x */
+static void name_sign(eliminator *state, egi_node_id id) {
+  egi_graph *graph = state->graph;
+  egi_node *node = &graph->nodes[id];
+  unsigned index = is_constant_number(graph, node->inputs[1], -1.0) ? 0 : 1;
+  bool is_negated = index == 0 || (node->op == EGI_OP_Mul && is_constant_number(graph, node->inputs[0], -1.0));
+  if (!is_negated || node->outputs[0] == 0 || !is_same_type(graph, node->inputs[index], node->outputs[0])) return;
+  node->inputs[0] = node->inputs[index];
+  node->n_inputs = 1;
+  node->op = EGI_OP_Neg;
+  node->op_name = NULL;
+  state->run->report->n_matched++;
+  state->run->has_changed = true;
+}
+
 /* a + -b = a - b, in floating point too. */
 static void join_sign(eliminator *state, egi_node_id id) {
   egi_graph *graph = state->graph;
@@ -205,6 +221,7 @@ static eg_status visit(eliminator *state, egi_node_id id) {
   if (node->op == EGI_OP_Transpose) EG_TRY(merge_transposes(state, id));
   if (node->op == EGI_OP_CastLike) EG_TRY(name_type(state, id));
   if (node->op == EGI_OP_Cast) merge_casts(state, id);
+  if (node->op == EGI_OP_Mul || node->op == EGI_OP_Div) name_sign(state, id);
   if (node->op == EGI_OP_Add) join_sign(state, id);
   node = &graph->nodes[id];
   egi_value_id input = equal_input(graph, node), output = node->outputs[0];

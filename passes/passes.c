@@ -96,6 +96,8 @@ static eg_status run_stage(egi_graph *graph, egi_stage stage, const egi_pipeline
       has_any_changed = has_any_changed || has_changed;
     }
     if (!has_any_changed) break;
+    /* what became constant in this round tells more about shapes in the next */
+    if (round + 1 < n_rounds) EG_TRY(egi_infer_graph(graph));
   }
   return EG_OK;
 }

@@ -84,7 +84,7 @@ static const cache_row rows[] = {
      MODEL(", float[B,2,12,4] key_cache_0, float[B,2,12,4] value_cache_0, int64[B] write_indices, "
            "int64[B] nonpad_kv_seqlen",
            ", float[B,2,12,4] new_key_0, float[B,2,12,4] new_value_0") "{ " TOKENS "new_key_0 = TensorScatter "
-                                                                                   "(key_cache_0, kn, write_indices) "
+                                                                       "(key_cache_0, kn, write_indices) "
                                                                        "new_value_0 = TensorScatter (value_cache_0, "
                                                                        "vn, write_indices) "
                                                                        "y = Attention <is_causal = 1> (q, new_key_0, "
