@@ -142,6 +142,18 @@ static void add_structure(egi_text *text, const egi_structure *s) {
                   n->norm, n->attention, n->linear, n->rope, n->glu, n->moe, n->other);
 }
 
+/* What nothing recognised: where to look when a model is slow, or its structure is not that of another file's. */
+static void add_left(egi_text *text, const egi_graph *graph, const egi_structure *s) {
+  egi_text_add(text, "\"unrecognised\":[");
+  for (uint32_t i = 0; i < s->counts.other; i++) {
+    const egi_node *node = &graph->nodes[s->left[i]];
+    egi_text_add(text, i == 0 ? "\n  {\"node\":" : ",\n  {\"node\":");
+    egi_text_json(text, node->name[0] != '\0' ? node->name : graph->values[node->outputs[0]].name);
+    egi_text_format(text, ",\"op\":\"%s\"}", egi_op_get(node->op)->name);
+  }
+  egi_text_add(text, "],\n");
+}
+
 /* From a recognised clone. */
 static eg_status describe_structure(egi_text *text, const eg_model *model, egi_arena *arena) {
   egi_machine machine;
@@ -155,6 +167,7 @@ static eg_status describe_structure(egi_text *text, const eg_model *model, egi_a
     add_structure(text, &structure);
     add_paths(text, paths, count);
     egi_text_add(text, "},\n");
+    add_left(text, machine.graph, &structure);
     add_paths(text, paths, count);
   }
   egi_machine_close(&machine);

@@ -43,11 +43,11 @@ void egi_body_add_scores(egi_body *body) {
                            "queries = Shape <start = 2, end = 3> (q4)\nkeys = Shape <start = 2, end = 3> (k_all)\n"
                            "width = Shape <start = 3, end = 4> (q4)\nvalue_width = Shape <start = 3, end = 4> (v_all)\n"
                            "q_grouped = Concat <axis = 0> (batch, kv_heads, share, queries, width)\n"
-                           "q5 = Reshape (q4, q_grouped)\ngroup_axis = Constant <value_ints = [2]> ()\n"
+                           "q5 = Reshape <allowzero = 1> (q4, q_grouped)\ngroup_axis = Constant <value_ints = [2]> ()\n"
                            "k5 = Unsqueeze (k_all, group_axis)\nv5 = Unsqueeze (v_all, group_axis)\n"
                            "k5t = Transpose <perm = [0, 1, 2, 4, 3]> (k5)\nproducts5 = MatMul (q5, k5t)\n"
                            "scores_shape = Concat <axis = 0> (batch, q_heads, queries, keys)\n"
-                           "products = Reshape (products5, scores_shape)\n");
+                           "products = Reshape <allowzero = 1> (products5, scores_shape)\n");
   const egi_attribute *scale = egi_node_attribute(body->node, "scale");
   if (scale != NULL)
     egi_body_number(body, "scale", (double)scale->u.f, "q");
@@ -124,9 +124,9 @@ void egi_body_add_probabilities(egi_body *body, const char *valid, const char *s
 void egi_body_add_mixture(egi_body *body) {
   egi_text_add(body->text, "narrow = CastLike (probabilities, q)\n"
                            "p_grouped = Concat <axis = 0> (batch, kv_heads, share, queries, keys)\n"
-                           "p5 = Reshape (narrow, p_grouped)\ny5 = MatMul (p5, v5)\n"
+                           "p5 = Reshape <allowzero = 1> (narrow, p_grouped)\ny5 = MatMul (p5, v5)\n"
                            "y_shape = Concat <axis = 0> (batch, q_heads, queries, value_width)\n"
-                           "y4 = Reshape (y5, y_shape)\n");
+                           "y4 = Reshape <allowzero = 1> (y5, y_shape)\n");
 }
 
 /* The mask covers all keys, or is of one column for all of them in no known case: such a column is the first key. */
@@ -158,8 +158,10 @@ bool egi_body_attention(egi_body *body) {
   if (rank == 4)
     egi_text_add(body->text, "y = Identity (y4)\n");
   else
-    egi_text_add(body->text, "y_rows = Transpose <perm = [0, 2, 1, 3]> (y4)\nheads_width = Mul (q_heads, value_width)\n"
-                             "flat = Concat <axis = 0> (batch, queries, heads_width)\ny = Reshape (y_rows, flat)\n");
+    egi_text_add(
+        body->text,
+        "y_rows = Transpose <perm = [0, 2, 1, 3]> (y4)\nheads_width = Mul (q_heads, value_width)\n"
+        "flat = Concat <axis = 0> (batch, queries, heads_width)\ny = Reshape <allowzero = 1> (y_rows, flat)\n");
   return true;
 }
 

@@ -72,7 +72,7 @@ static void add_rotation(egi_body *body, bool is_interleaved) {
   if (is_interleaved)
     egi_text_add(body->text, "real1 = Unsqueeze (real, last)\nimaginary1 = Unsqueeze (imaginary, last)\n"
                              "pairs = Concat <axis = -1> (real1, imaginary1)\nturned_shape = Shape (turned)\n"
-                             "rotated = Reshape (pairs, turned_shape)\n");
+                             "rotated = Reshape <allowzero = 1> (pairs, turned_shape)\n");
   else
     egi_text_add(body->text, "rotated = Concat <axis = -1> (real, imaginary)\n");
 }
@@ -101,7 +101,8 @@ bool egi_body_rotary_embedding(egi_body *body) {
   add_rotation(body, egi_node_int(body->node, "interleaved", 0) != 0);
   egi_text_add(body->text,
                is_partial ? "whole = Concat <axis = -1> (rotated, kept)\n" : "whole = Identity (rotated)\n");
-  egi_text_add(body->text, is_flat ? "shape = Shape (x)\ny = Reshape (whole, shape)\n" : "y = Identity (whole)\n");
+  egi_text_add(body->text,
+               is_flat ? "shape = Shape (x)\ny = Reshape <allowzero = 1> (whole, shape)\n" : "y = Identity (whole)\n");
   return true;
 }
 

@@ -9,7 +9,8 @@ typedef struct lister {
   egi_uses uses; /* read where a layer has parts; empty until then */
   egi_linear *list;
   uint32_t count, capacity;
-  egi_map paths; /* path -> index */
+  egi_map paths;   /* path -> index */
+  bool *is_router; /* by node */
 } lister;
 
 static bool last_size(const egi_graph *graph, egi_value_id value, int64_t *out_size) {
@@ -62,6 +63,27 @@ static eg_status add_parts(lister *state, const egi_linear *whole, bool *out_don
   return EG_OK;
 }
 
+/* Marks the nodes that a mixture's router logits come through, from moves and sums back to a product. */
+static void mark_router(const lister *state, egi_value_id value) {
+  const egi_graph *graph = state->graph;
+  while (value != 0 && graph->values[value].kind == EGI_VALUE_NODE) {
+    egi_node_id id = graph->values[value].producer;
+    const egi_node *node = &graph->nodes[id];
+    bool is_move = node->op == EGI_OP_Cast || node->op == EGI_OP_Add || (egi_op_get(node->op)->flags & EGI_OP_VIEW);
+    state->is_router[id] = true;
+    value = is_move ? node->inputs[0] : 0;
+  }
+}
+
+static eg_status find_routers(lister *state) {
+  const egi_graph *graph = state->graph;
+  state->is_router = EGI_NEW(state->arena, bool, graph->n_nodes);
+  if (!state->is_router) return EG_ERROR_MEMORY;
+  for (egi_node_id id = 1; id < graph->n_nodes; id++)
+    if (graph->nodes[id].op == EGI_OP_MoE) mark_router(state, graph->nodes[id].inputs[1]);
+  return EG_OK;
+}
+
 /* ---- layers ----------------------------------------------------------------------------------------------------- */
 
 static eg_status add_linear(lister *state, const egi_operand *operand, egi_node_id head) {
@@ -73,7 +95,8 @@ static eg_status add_linear(lister *state, const egi_operand *operand, egi_node_
                        .result = node->outputs[0],
                        .is_transposed = operand->is_transposed,
                        .is_quantised = operand->role == EGI_ROLE_QUANTISED,
-                       .is_head = operand->node == head};
+                       .is_head = operand->node == head,
+                       .is_router = state->is_router[operand->node]};
   if (!last_size(graph, node->inputs[0], &linear.in_features)) return EG_OK;
   if (!last_size(graph, node->outputs[0], &linear.out_features)) return EG_OK;
   bool is_done = false;
@@ -87,6 +110,7 @@ eg_status egi_find_linears(const egi_graph *graph, egi_arena *arena, egi_linear 
   size_t n_operands = 0;
   egi_node_id head = egi_find_head(graph);
   egi_map_init(&state.paths, arena);
+  EG_TRY(find_routers(&state));
   EG_TRY(egi_find_operands(graph, arena, &operands, &n_operands));
   for (size_t i = 0; i < n_operands; i++) {
     if (is_linear(graph, &operands[i])) EG_TRY(add_linear(&state, &operands[i], head));
@@ -103,7 +127,7 @@ static bool matches_one(const char *path, const char *target, size_t length) {
 }
 
 bool egi_target_matches(const egi_linear *linear, const char *targets) {
-  if (strcmp(targets, "all-linear") == 0) return !linear->is_head;
+  if (strcmp(targets, "all-linear") == 0) return !linear->is_head && !linear->is_router;
   for (const char *at = targets; *at;) {
     size_t length = strcspn(at, ",");
     const char *next = at + length;

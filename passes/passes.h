@@ -104,7 +104,8 @@ typedef struct egi_linear {
   int64_t in_features, out_features;
   bool is_transposed; /* the weight's bytes are [out, in] */
   bool is_quantised;
-  bool is_head; /* gives the logits */
+  bool is_head;   /* gives the logits */
+  bool is_router; /* gives the logits of a mixture of experts: no module of its own in the Hugging Face model */
 } egi_linear;
 
 /* Attribute of a Linear that computes several modules of the Hugging Face model at once: their names, "q_proj k_proj
@@ -116,7 +117,8 @@ eg_status egi_find_linears(const egi_graph *graph, egi_arena *arena, egi_linear 
  * graph does not show them. `uses` is made when its lists are NULL. */
 eg_status egi_find_parts(const egi_graph *graph, egi_arena *arena, egi_uses *uses, egi_node_id linear,
                          egi_rows_part **out_parts, egi_node_id *out_split);
-/* PEFT's rule: `target` equals the path or is its end after a dot; "all-linear": every linear but the head. */
+/* PEFT's rule: `target` equals the path or is its end after a dot; "all-linear": every linear but the head and routers.
+ */
 bool egi_target_matches(const egi_linear *linear, const char *targets);
 
 /* One operand of a node that takes a parameter, through casts, transposes and reshapes of the weight. */
@@ -170,6 +172,7 @@ typedef struct egi_structure {
   uint32_t n_rope_tables; /* different tables of angles */
   bool has_sinks, has_qk_norm, is_tied;
   int64_t experts, top_k;
+  const egi_node_id *left;     /* the nodes that counts.other counts */
   egi_structure_counts counts; /* of the whole graph; `other` of the layers: what is neither one of these, nor a move, a
                                   residual add, nor a plain activation */
 } egi_structure;

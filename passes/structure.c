@@ -10,6 +10,7 @@ enum { ROLE_QUERY = 1, ROLE_KEY = 2, ROLE_VALUE = 4, ROLE_GATE = 8, ROLE_UP = 16
 typedef struct reader {
   egi_flow flow;
   egi_structure *out;
+  egi_node_id *left;   /* nodes that are not recognised */
   uint8_t *roles;      /* by node: what a linear layer's results are for */
   egi_value_id *bases; /* by value: what it is a function of, element by element */
   bool *is_curved;     /* by value: some function of it is no multiple and no sum with a number */
@@ -192,7 +193,8 @@ static void read_node(reader *r, egi_node_id id) {
     counts->linear += count_linear(r->roles[id]);
     break;
   case EGI_PART_OTHER:
-    counts->other += id > r->flow.first && id <= r->flow.last && is_left(r, &r->flow.graph->nodes[id]);
+    if (id > r->flow.first && id <= r->flow.last && is_left(r, &r->flow.graph->nodes[id]))
+      r->left[counts->other++] = id;
     break;
   default:
     break;
@@ -252,10 +254,11 @@ eg_status egi_structure_find(const egi_graph *graph, egi_arena *arena, egi_struc
   *out_structure = (egi_structure){0};
   EG_TRY(egi_flow_find(graph, arena, &r.flow));
   r.roles = EGI_NEW(arena, uint8_t, graph->n_nodes);
+  out_structure->left = r.left = EGI_NEW(arena, egi_node_id, graph->n_nodes);
   r.bases = EGI_NEW(arena, egi_value_id, graph->n_values);
   r.is_curved = EGI_NEW(arena, bool, graph->n_values);
   out_structure->windows = EGI_NEW(arena, int64_t, graph->n_nodes);
-  if (!r.roles || !r.bases || !r.is_curved || !out_structure->windows) return EG_ERROR_MEMORY;
+  if (!r.left || !r.roles || !r.bases || !r.is_curved || !out_structure->windows) return EG_ERROR_MEMORY;
   find_functions(&r);
   for (egi_node_id id = 1; id < graph->n_nodes; id++) {
     if (r.flow.parts[id] == EGI_PART_ATTENTION) read_attention(&r, id);

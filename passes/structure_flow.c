@@ -93,6 +93,10 @@ static egi_part part_of(const egi_flow *flow, const egi_node *node) {
   case EGI_OP_Cast:
   case EGI_OP_CastLike:
     return EGI_PART_VIEW;
+  case EGI_OP_Gather: /* of pieces that the model names */
+    return flow->is_hidden[node->inputs[0]] && flow->graph->values[node->inputs[1]].kind == EGI_VALUE_WEIGHT
+               ? EGI_PART_VIEW
+               : EGI_PART_OTHER;
   default:
     break;
   }

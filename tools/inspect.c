@@ -95,6 +95,13 @@ static void print_structure(const json_t *s) {
   print_counts("recognised", json_object_get(s, "counts"));
 }
 
+static void print_left(const json_t *left) {
+  if (json_array_size(left) > 0) printf("not recognised\n");
+  for (size_t i = 0; i < json_array_size(left); i++)
+    printf("  %s (%s)\n", json_string_value(json_object_get(json_array_get(left, i), "node")),
+           json_string_value(json_object_get(json_array_get(left, i), "op")));
+}
+
 static eg_status print_summary(tool *t, const egi_text *text) {
   json_t *root;
   EG_TRY(egi_json_parse(t->ctx, "inspect", egi_text_string(text), text->length, &root));
@@ -108,6 +115,7 @@ static eg_status print_summary(tool *t, const egi_text *text) {
          (long long)json_integer_value(json_object_get(parameters, "elements")),
          (long long)json_integer_value(json_object_get(parameters, "bytes")));
   print_structure(json_object_get(root, "structure"));
+  print_left(json_object_get(root, "unrecognised"));
   print_targets(json_object_get(root, "targets"));
   json_decref(root);
   return EG_OK;

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs ../shared/check_model.py on the standard-domain files of one reference model, when it is there, and on the file that
-# engraft makes of its Hugging Face folder; it is unpacked once.
+# Runs ../shared/check_model.py on the files of one reference model, when it is there, and on the file that engraft makes of
+# its Hugging Face folder, with fused operators and with their bodies, and structure.py on all of them; it is unpacked once.
 # usage: shared.sh ENGRAFT SHARED WORK MODEL     exit 77 = skipped
 set -eu
 engraft=$1 shared=$2 work=$3 model=$4
@@ -14,10 +14,13 @@ status=0
 if [ -d "$work/$model/hf" ]; then
   "$engraft" new --weights "$work/$model/hf" -o "$work/$model/model.new-float32.onnx" || status=1
 fi
-for file in "$work/$model"/model.dynamo-* "$work/$model"/model.torchscript-* "$work/$model"/model.new-*; do
+for file in "$work/$model"/model.*.onnx; do
   [ -f "$file" ] || continue
   skip=packed,experts
   case $file in *-float16.onnx) skip=$skip,train ;; esac
   python3 "$shared/check_model.py" "$engraft" "$work" --only "$model/$(basename "$file")" --skip "$skip" || status=1
+  python3 "$shared/check_model.py" "$engraft" "$work" --only "$model/$(basename "$file")" --skip "$skip" \
+    --more --no-fuse || status=1
 done
+python3 "$(dirname "$0")/structure.py" "$engraft" "$work/structure-$model" "$work/$model" || status=1
 exit $status

@@ -98,7 +98,12 @@ def check_folder(engraft, work, folder):
     meta = os.path.join(folder, "meta.json")
     if os.path.exists(meta):
         wanted = json.load(open(meta))["lora_targets"]
-    for path in files_of(engraft, work, folder):
+    try:
+        files = files_of(engraft, work, folder)
+    except Exception as problem:
+        print("FAILED", folder, problem)
+        return 1
+    for path in files:
         problems = []
         try:
             structure, problems = check_structure(engraft, path, wanted, first)

@@ -350,6 +350,7 @@ void ops_check(const ops_case *c) {
   const egi_kernel *kernel = egi_cpu_find_kernel(c->op);
   assert_non_null(kernel);
   if (!ops_agrees(c, kernel, message, sizeof message)) fail_msg("%s", message);
+  ops_check_body(c);
 }
 
 void ops_check_refused(const ops_case *c, eg_status status) {
