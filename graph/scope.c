@@ -7,11 +7,27 @@
 
 #include <string.h>
 
+/* Where the last of the segments, [0, length), begins: after a slash. */
+static size_t last_segment(const char *name, size_t length) {
+  while (length > 0 && name[length - 1] != '/') length--;
+  return length;
+}
+
+/* onnxruntime's optimiser names what it fuses "<node>/<rule>Fusion/". */
+static size_t without_fusion(const char *name) {
+  static const char suffix[] = "Fusion";
+  size_t length = strlen(name), n_suffix = sizeof(suffix) - 1;
+  if (length > 0 && name[length - 1] == '/') length--;
+  bool is_fusion = length > n_suffix && strncmp(name + length - n_suffix, suffix, n_suffix) == 0;
+  size_t start = last_segment(name, length);
+  return is_fusion && start > 1 ? start - 1 : strlen(name);
+}
+
 const char *egi_scope_from_node_name(egi_arena *arena, const char *node_name) {
   if (node_name[0] != '/') return NULL;
-  const char *last = strrchr(node_name, '/');
-  if (last == node_name) return NULL;
-  char *scope = egi_arena_copy_text(arena, node_name + 1, (size_t)(last - node_name - 1));
+  size_t end = last_segment(node_name, without_fusion(node_name));
+  if (end <= 1) return NULL;
+  char *scope = egi_arena_copy_text(arena, node_name + 1, end - 2);
   if (scope == NULL) return NULL;
   for (char *c = scope; *c != '\0'; c++)
     if (*c == '/') *c = '.';

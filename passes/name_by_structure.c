@@ -9,7 +9,9 @@ typedef struct finder {
   egi_graph *graph;
   egi_arena *arena;
   egi_uses uses;
-  const char *layers; /* scope of some attention: the model's outer path is read off it */
+  const char *inside; /* scope of something in a numbered layer: the model's outer path is read off it */
+  const char *outer;  /* where no layer has a number: the path around the head, with its dot */
+  unsigned n_attentions, n_gates;
 } finder;
 
 static bool has_scope(const egi_node *node) {
@@ -69,24 +71,64 @@ static eg_status name_linear(finder *state, egi_node_id id, const char *containe
   return scope ? EG_OK : EG_ERROR_MEMORY;
 }
 
+/* End of the first segment that is a number, "layers.0" of "layers.0.mlp"; 0: none. */
+static size_t layer_length(const char *scope) {
+  for (const char *at = strchr(scope, '.'); at; at = strchr(at + 1, '.')) {
+    size_t digits = strspn(at + 1, "0123456789");
+    if (digits > 0 && (at[1 + digits] == '.' || at[1 + digits] == '\0')) return (size_t)(at - scope) + 1 + digits;
+  }
+  return 0;
+}
+
+/* Where the node has no path: the module of that name in the layer whose norm the linear layer takes, or in the layer
+ * of its own number when no layer of the graph is known; NULL: unknown. */
+static eg_status find_container(finder *state, const egi_node *node, egi_node_id linear, const char *name,
+                                unsigned number, const char **out_container) {
+  const egi_graph *graph = state->graph;
+  *out_container = has_scope(node) ? node->scope : NULL;
+  if (*out_container || linear == 0) return EG_OK;
+  if (!state->inside) {
+    *out_container = egi_arena_format(state->arena, "%smodel.layers.%u.%s", state->outer, number, name);
+    return *out_container ? EG_OK : EG_ERROR_MEMORY;
+  }
+  egi_value_id x = graph->nodes[linear].inputs[0];
+  while (graph->values[x].kind == EGI_VALUE_NODE) {
+    const egi_node *above = &graph->nodes[graph->values[x].producer];
+    bool is_norm = above->op == EGI_OP_RMSNormalization || above->op == EGI_OP_LayerNormalization;
+    size_t length = is_norm && has_scope(above) ? layer_length(above->scope) : 0;
+    if (length > 0) {
+      *out_container = egi_arena_format(state->arena, "%.*s.%s", (int)length, above->scope, name);
+      return *out_container ? EG_OK : EG_ERROR_MEMORY;
+    }
+    if (is_norm || (above->op != EGI_OP_Cast && !(egi_op_get(above->op)->flags & EGI_OP_VIEW))) return EG_OK;
+    x = above->inputs[0];
+  }
+  return EG_OK;
+}
+
 static eg_status name_around_attention(finder *state, const egi_node *node) {
   static const char *const names[3] = {"q_proj", "k_proj", "v_proj"};
+  const char *container = NULL;
   egi_node_id found[3];
-  state->layers = node->scope;
   for (unsigned i = 0; i < 3; i++) found[i] = linear_above(state->graph, node->inputs[i]);
+  EG_TRY(find_container(state, node, found[0], "self_attn", state->n_attentions++, &container));
+  if (!container) return EG_OK;
   bool is_fused = found[0] != 0 && found[0] == found[1] && found[1] == found[2];
-  if (is_fused) EG_TRY(name_linear(state, found[0], node->scope, "qkv_proj"));
-  for (unsigned i = 0; i < 3 && !is_fused; i++) EG_TRY(name_linear(state, found[i], node->scope, names[i]));
-  return name_linear(state, linear_below(state, node->outputs[0]), node->scope, "o_proj");
+  if (is_fused) EG_TRY(name_linear(state, found[0], container, "qkv_proj"));
+  for (unsigned i = 0; i < 3 && !is_fused; i++) EG_TRY(name_linear(state, found[i], container, names[i]));
+  return name_linear(state, linear_below(state, node->outputs[0]), container, "o_proj");
 }
 
 /* The gate's own module is the activation; the one around it holds the layers. */
 static eg_status name_around_gate(finder *state, const egi_node *node) {
-  const char *last = strrchr(node->scope, '.'), *container = node->scope;
-  if (last && strncmp(last + 1, "act", 3) == 0)
-    container = egi_arena_copy_text(state->arena, node->scope, (size_t)(last - node->scope));
-  if (!container) return EG_ERROR_MEMORY;
+  const char *container = NULL;
   egi_node_id gate = linear_above(state->graph, node->inputs[0]), up = linear_above(state->graph, node->inputs[1]);
+  EG_TRY(find_container(state, node, gate, "mlp", state->n_gates++, &container));
+  if (!container) return EG_OK;
+  const char *last = strrchr(container, '.');
+  if (last && strncmp(last + 1, "act", 3) == 0)
+    container = egi_arena_copy_text(state->arena, container, (size_t)(last - container));
+  if (!container) return EG_ERROR_MEMORY;
   EG_TRY(name_linear(state, gate, container, gate == up ? "gate_up_proj" : "gate_proj"));
   EG_TRY(name_linear(state, up, container, "up_proj"));
   return name_linear(state, linear_below(state, node->outputs[0]), container, "down_proj");
@@ -95,17 +137,16 @@ static eg_status name_around_gate(finder *state, const egi_node *node) {
 /* Beside the module that holds the layers: m.model.layers.0.self_attn -> m.lm_head. */
 static eg_status name_head(finder *state) {
   egi_node_id head = egi_find_head(state->graph);
-  const char *dot[2] = {NULL, NULL}; /* of the last two segments before the first number */
-  if (head == 0 || !state->layers || has_scope(&state->graph->nodes[head])) return EG_OK;
-  for (const char *at = strchr(state->layers, '.'); at; at = strchr(at + 1, '.')) {
-    if (at[1] >= '0' && at[1] <= '9') break;
-    dot[0] = dot[1];
-    dot[1] = at;
+  const char *scope = "lm_head", *dots[3] = {NULL, NULL, NULL}; /* the last ones of m.model.layers.0 */
+  if (head == 0 || has_scope(&state->graph->nodes[head]) || (!state->inside && state->n_attentions == 0)) return EG_OK;
+  const char *inside = state->inside ? state->inside : "model.layers.0";
+  const char *end = inside + layer_length(inside);
+  for (const char *at = strchr(inside, '.'); at && at < end; at = strchr(at + 1, '.')) {
+    dots[0] = dots[1];
+    dots[1] = dots[2];
+    dots[2] = at;
   }
-  const char *scope = "lm_head";
-  if (dot[0])
-    scope =
-        egi_arena_format(&state->graph->module->arena, "%.*s.lm_head", (int)(dot[0] - state->layers), state->layers);
+  if (dots[0]) scope = egi_arena_format(&state->graph->module->arena, "%.*s.lm_head", (int)(dots[0] - inside), inside);
   state->graph->nodes[head].scope = scope;
   return scope ? EG_OK : EG_ERROR_MEMORY;
 }
@@ -121,13 +162,28 @@ static bool has_nameless(const egi_graph *graph) {
   return false;
 }
 
+/* What is known of the model's outermost modules. */
+static eg_status find_outside(finder *state) {
+  const egi_graph *graph = state->graph;
+  egi_node_id head = egi_find_head(graph);
+  for (egi_node_id id = 1; id < graph->n_nodes && !state->inside; id++) {
+    const egi_node *node = &graph->nodes[id];
+    if (node->op != EGI_OP_NONE && has_scope(node) && layer_length(node->scope) > 0) state->inside = node->scope;
+  }
+  const char *scope = head != 0 && has_scope(&graph->nodes[head]) ? graph->nodes[head].scope : "";
+  const char *last = strrchr(scope, '.');
+  state->outer = egi_arena_copy_text(state->arena, scope, last ? (size_t)(last - scope) + 1 : 0);
+  return state->outer ? EG_OK : EG_ERROR_MEMORY;
+}
+
 eg_status egi_name_by_structure(egi_graph *graph, egi_arena *arena) {
   finder state = {.graph = graph, .arena = arena};
   if (!has_nameless(graph)) return EG_OK;
+  EG_TRY(find_outside(&state));
   EG_TRY(egi_graph_uses(graph, arena, &state.uses));
   for (egi_node_id id = 1; id < graph->n_nodes; id++) {
     const egi_node node = graph->nodes[id];
-    if (!has_scope(&node)) continue;
+    if (node.op == EGI_OP_NONE) continue;
     if (is_attention(&node)) EG_TRY(name_around_attention(&state, &node));
     if (node.op == EGI_OP_GLU) EG_TRY(name_around_gate(&state, &node));
   }
