@@ -179,7 +179,7 @@ static bool finish(egi_match *match, egi_rotary_layout layout, egi_rotary_width 
   egi_match_set(match, &interleaved);
   for (unsigned i = 0; i < 2; i++) {
     egi_value_id table = egi_match_value(match, names[i]);
-    egi_match_bind(match, bound[i], egi_rotary_table(tables, egi_match_emitter(match), table, layout, width));
+    egi_match_bind(match, bound[i], egi_rotary_table(tables, egi_match_emitter(match), table, x, layout, width));
   }
   return true;
 }

@@ -31,8 +31,8 @@ bool egi_rotary_table_fits(const egi_rotary_tables *tables, egi_value_id table, 
                            egi_rotary_layout layout, int64_t width);
 /* Proven by data flow, or by looking at the bytes of a constant. */
 bool egi_rotary_table_is_repeated(egi_rotary_tables *tables, egi_value_id table, egi_rotary_width width);
-/* [batch or 1, sequence or 1, pairs] */
-egi_value_id egi_rotary_table(egi_rotary_tables *tables, egi_emitter *emit, egi_value_id table,
+/* [batch, sequence, pairs], as the operator takes it, for rotating `x`. */
+egi_value_id egi_rotary_table(egi_rotary_tables *tables, egi_emitter *emit, egi_value_id table, egi_value_id x,
                               egi_rotary_layout layout, egi_rotary_width width);
 
 #endif

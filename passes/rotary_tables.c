@@ -263,8 +263,9 @@ static egi_value_id without_heads(egi_emitter *emit, egi_value_id table, egi_rot
   return rank < 3 ? with_axis(emit, EGI_OP_Unsqueeze, table, 0) : table;
 }
 
-egi_value_id egi_rotary_table(egi_rotary_tables *tables, egi_emitter *emit, egi_value_id table,
-                              egi_rotary_layout layout, egi_rotary_width width) {
+/* [batch or 1, sequence or 1, pairs], made once for all layers. */
+static egi_value_id narrow_table(egi_rotary_tables *tables, egi_emitter *emit, egi_value_id table,
+                                 egi_rotary_layout layout, egi_rotary_width width) {
   const int64_t last = -1, start = 0, step = width == EGI_ROTARY_PAIRS ? 2 : 1;
   egi_value_id *known = table < tables->n_values ? &tables->made[2 * (int)width + (int)layout][table] : NULL;
   int64_t size = 0;
@@ -279,4 +280,43 @@ egi_value_id egi_rotary_table(egi_rotary_tables *tables, egi_emitter *emit, egi_
   }
   if (known != NULL) *known = made;
   return made;
+}
+
+/* i64 [1]: the size, of a graph input that has it, so that no table hangs on a layer; else of `x` itself. */
+static egi_value_id emit_size(egi_emitter *emit, egi_value_id x, int axis) {
+  const egi_graph *graph = emit->graph;
+  egi_dims *dims = graph->module->dims;
+  egi_dim wanted = egi_dim_resolve(dims, graph->values[x].dims[axis]);
+  egi_value_id source = x;
+  int64_t number = 0;
+  if (egi_dim_value(dims, wanted, &number)) return egi_emit_integers(emit, &number, 1);
+  for (uint32_t i = 0; i < graph->n_inputs && source == x; i++) {
+    const egi_value *input = &graph->values[graph->inputs[i]];
+    for (int k = 0; k < input->rank && source == x; k++) {
+      if (egi_dim_resolve(dims, input->dims[k]) != wanted) continue;
+      source = graph->inputs[i];
+      axis = k;
+    }
+  }
+  const egi_attribute range[2] = {egi_attribute_int("start", axis), egi_attribute_int("end", axis + 1)};
+  return egi_emit(emit, EGI_OP_Shape, &source, 1, range, 2);
+}
+
+egi_value_id egi_rotary_table(egi_rotary_tables *tables, egi_emitter *emit, egi_value_id table, egi_value_id x,
+                              egi_rotary_layout layout, egi_rotary_width width) {
+  const egi_graph *graph = tables->graph;
+  const int axes[2] = {0, layout == EGI_ROTARY_HEADS_FIRST ? 2 : 1};
+  const egi_attribute first = egi_attribute_int("axis", 0);
+  const int64_t one = 1;
+  egi_value_id made = narrow_table(tables, emit, table, layout, width), sizes[3];
+  bool is_narrow = false;
+  for (int i = 0; i < 2 && emit->status == EG_OK; i++) {
+    bool is_one = is_size(graph, egi_dim_resolve(graph->module->dims, graph->values[made].dims[i]), 1) &&
+                  !is_size(graph, egi_dim_resolve(graph->module->dims, graph->values[x].dims[axes[i]]), 1);
+    sizes[i] = is_one ? emit_size(emit, x, axes[i]) : egi_emit_integers(emit, &one, 1);
+    is_narrow = is_narrow || is_one;
+  }
+  if (!is_narrow || emit->status != EG_OK) return made;
+  sizes[2] = egi_emit_integers(emit, &one, 1);
+  return egi_emit_binary(emit, EGI_OP_Expand, made, egi_emit(emit, EGI_OP_Concat, sizes, 3, &first, 1));
 }

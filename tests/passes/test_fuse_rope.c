@@ -157,6 +157,30 @@ static const spelling near_misses[] = {
             "its result is used outside the pattern"),
 };
 
+/* Tables without a batch take that of an input: no layer's table hangs on another layer. */
+static void test_batch(void **state) {
+  pass_graph(*state,
+             "(float[B,H,S,8] x, float[S,4] angles) => (float[B,H,S,8] z) <" NUMBERS
+             "> { f = Concat <axis = -1> (angles, angles) c = Cos (f) s = Sin (f) " HALVES TURN
+             "y = Add (p, q) a2 = Slice (y, zero, four, three, one) b2 = Slice (y, four, end, three, one) "
+             "n2 = Neg (b2) t2 = Concat <axis = -1> (n2, a2) p2 = Mul (y, c) q2 = Mul (t2, s) z = Add (p2, q2) }");
+  pass_run_settled(*state, "fuse_rope");
+  pass_expect(*state, "%1 = Concat<axis=-1>(angles, angles)\n"
+                      "%2 = Cos(%1)\n"
+                      "%3 = Sin(%1)\n"
+                      "%4 = Unsqueeze(%2, {0})\n"
+                      "%5 = Slice(%4, {0}, {4}, {-1}, {1})\n"
+                      "%6 = Shape<start=0><end=1>(x)\n"
+                      "%7 = Concat<axis=0>(%6, {1}, {1})\n"
+                      "%8 = Expand(%5, %7)\n"
+                      "%9 = Unsqueeze(%3, {0})\n"
+                      "%10 = Slice(%9, {0}, {4}, {-1}, {1})\n"
+                      "%11 = Expand(%10, %7)\n"
+                      "%12 = RotaryEmbedding<interleaved=0>(x, %8, %11)\n"
+                      "%13 = RotaryEmbedding<interleaved=0>(%12, %8, %11)\n"
+                      "-> z=%13\n");
+}
+
 static void test_spellings(void **state) {
   for (size_t i = 0; i < EGI_COUNT(spellings); i++) check_spelling(*state, &spellings[i]);
 }
@@ -189,6 +213,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test_setup_teardown(test_spellings, pass_set_up, pass_tear_down),
       cmocka_unit_test_setup_teardown(test_near_misses, pass_set_up, pass_tear_down),
+      cmocka_unit_test_setup_teardown(test_batch, pass_set_up, pass_tear_down),
       cmocka_unit_test_setup_teardown(test_result, pass_set_up, pass_tear_down),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
