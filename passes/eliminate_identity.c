@@ -1,8 +1,8 @@
 /* Nodes that give back their input go: Identity, layout operators and Casts that change nothing, x + 0, x - 0, x · 1,
  * x / 1, x ^ 1 with a constant scalar; chains of Transposes become one, chains of Reshapes and the like that come back
  * to a shape they had are cut, and a Cast after a lossless Cast starts from before it; a CastLike is a Cast, a
- * product with -1 is a Neg, and a negated summand is subtracted. Precondition: inferred. Ends because each rewrite
- * removes a node or shortens a chain.
+ * product with -1 is a Neg, a negated summand is subtracted, and a Concat leaves out parts without elements.
+ * Precondition: inferred. Ends because each rewrite removes a node or shortens a chain.
  */
 #include "passes/passes.h"
 
@@ -163,6 +163,26 @@ static void merge_casts(eliminator *state, egi_node_id id) {
   state->run->has_changed = true;
 }
 
+/* Parts without elements add nothing to a Concat. */
+static void drop_empty_parts(eliminator *state, egi_node_id id) {
+  egi_graph *graph = state->graph;
+  egi_node *node = &graph->nodes[id];
+  int rank = graph->values[node->inputs[0]].rank;
+  int64_t axis = egi_node_int(node, "axis", 0), size = 0;
+  uint16_t n_kept = 0;
+  if (rank <= 0 || axis < -rank || axis >= rank) return;
+  for (uint16_t i = 0; i < node->n_inputs; i++) {
+    const egi_value *part = &graph->values[node->inputs[i]];
+    bool is_empty = part->rank == rank &&
+                    egi_dim_value(graph->module->dims, part->dims[axis < 0 ? axis + rank : axis], &size) && size == 0;
+    if (!is_empty || (n_kept == 0 && i + 1 == node->n_inputs)) node->inputs[n_kept++] = node->inputs[i];
+  }
+  if (n_kept == node->n_inputs) return;
+  node->n_inputs = n_kept;
+  state->run->report->n_matched++;
+  state->run->has_changed = true;
+}
+
 /* x · -1 = x / -1 = -x */
 static void name_sign(eliminator *state, egi_node_id id) {
   egi_graph *graph = state->graph;
@@ -222,6 +242,7 @@ static eg_status visit(eliminator *state, egi_node_id id) {
   if (node->op == EGI_OP_CastLike) EG_TRY(name_type(state, id));
   if (node->op == EGI_OP_Cast) merge_casts(state, id);
   if (node->op == EGI_OP_Mul || node->op == EGI_OP_Div) name_sign(state, id);
+  if (node->op == EGI_OP_Concat) drop_empty_parts(state, id);
   if (node->op == EGI_OP_Add) join_sign(state, id);
   node = &graph->nodes[id];
   egi_value_id input = equal_input(graph, node), output = node->outputs[0];

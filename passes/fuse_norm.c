@@ -66,6 +66,12 @@ static const char *const layer_scale_after[] = {
     "(x, one, w) => (y) { " NORM("LayerNormalization") "(x, one) y = Mul (n, w) }",
 };
 
+/* An RMSNorm of what is centred, which an optimiser has recognised already. */
+static const char *const layer_centred[] = {
+    "(x, center, scale) => (y) { " CENTRED
+    "y = RMSNormalization <axis = -1, epsilon: float = @epsilon, stash_type = 1> (d, scale) }",
+};
+
 static const char *const rms_scale_after[] = {
     "(x, one, w) => (y) { " NORM("RMSNormalization") "(x, one) y = Mul (n, w) }",
 };
@@ -230,6 +236,7 @@ static const egi_rule rules[] = {
     {"layer_norm_without_scale", layer_plain, EGI_COUNT(layer_plain), LAYER, check_layer_plain, true, NULL},
     {"rms_norm", rms_scaled, EGI_COUNT(rms_scaled), RMS, check_rms_scaled, true, NULL},
     {"rms_norm_without_scale", rms_plain, EGI_COUNT(rms_plain), RMS, check_rms_plain, true, NULL},
+    {"layer_norm_of_centred", layer_centred, EGI_COUNT(layer_centred), LAYER, check_center, true, NULL},
     {"layer_norm_scale_after", layer_scale_after, EGI_COUNT(layer_scale_after), LAYER, check_scale_after, false, NULL},
     {"layer_norm_bias_after", layer_bias_after, EGI_COUNT(layer_bias_after),
      "(x, w, bias) => (y) { y = LayerNormalization <axis = -1, epsilon: float = @epsilon> (x, w, bias) }",

@@ -209,6 +209,21 @@ static void what_changes_nothing_goes(void **state) {
   pass_expect(fixture, "%1 = Neg(x)\n-> y=%1\n");
 }
 
+static void signs_shapes_and_empty_parts_are_cleared(void **state) {
+  pass_fixture *fixture = *state;
+  pass_graph(
+      fixture,
+      "(float[n,4] x, float[n,4] z) => (float[n,4] y) <float minus = {-1}, int64[1] a0 = {0}, int64[1] a1 = {1}, "
+      "int64[1] four = {4}, int64[1] end = {9223372036854775807}>\n"
+      "{ a = Mul (minus, z)  b = Add (a, x)  c = Unsqueeze (b, a0)  d = Unsqueeze (c, a0)  e = Squeeze (d, a0)\n"
+      "  f = Squeeze (e, a0)  r = Slice (x, four, end, a1)  g = Concat <axis = -1> (f, r)  h = Div (g, minus)\n"
+      "  k = Relu (h)  y = Identity (k) }");
+  pass_run(fixture, "eliminate_identity", NULL);
+  pass_run_settled(fixture, "eliminate_identity");
+  pass_run_settled(fixture, "eliminate_dead");
+  pass_expect(fixture, "%1 = Sub(x, z)\n%2 = Neg(%1)\n%3 = Relu(%2)\n-> y=%3\n");
+}
+
 static void what_changes_something_stays(void **state) {
   pass_fixture *fixture = *state;
   pass_graph(fixture,
@@ -374,6 +389,7 @@ int main(void) {
       TEST(known_integers_become_constants),
       TEST(expand_keeps_what_it_can),
       TEST(what_changes_nothing_goes),
+      TEST(signs_shapes_and_empty_parts_are_cleared),
       TEST(what_changes_something_stays),
       TEST(an_input_cannot_be_an_output),
       TEST(chains_of_transposes_become_one),

@@ -94,6 +94,9 @@ static const spelling spellings[] = {
          "(" F "x) => (" F "y) <" W ", float[8] b = {1, 2, 3, 4, 5, 6, 7, 8}, " NUMBERS "> { "
          "mean = ReduceMean (x, last) d = Sub (x, mean) q = Mul (d, d) v = ReduceMean (q, last) a = Add (e, v) "
          "s = Sqrt (a) r = Reciprocal (s) f = Mul (r, w) p = Mul (f, d) y = Add (b, p) }"),
+    NORM(LayerNormalization, "RMSNormalization of what is centred", 1,
+         "(" F "x) => (" F "y) <" W ", int64[1] last = {-1}> { mean = ReduceMean (x, last) d = Sub (x, mean) "
+         "y = RMSNormalization <epsilon = 0.001> (d, w) }"),
     NORM(LayerNormalization, "LayerNorm by sums", 1,
          "(" F "x) => (" F "y) <" W
          ", float[8] b = {1, 2, 3, 4, 5, 6, 7, 8}, float eighth = {0.125}, float count = {8}, " NUMBERS
@@ -150,6 +153,10 @@ static const spelling near_misses[] = {
     NO_NORM("a residual sum behind the operator",
             "(" F "x) => (" F "y) <" W "> { n = LayerNormalization (x, w) y = Add (n, x) }",
             "the bias is no vector along the last axis"),
+    NO_NORM("RMSNormalization of what is centred over another axis",
+            "(" F "x) => (" F "y) <" W ", int64[1] axis = {1}> { mean = ReduceMean (x, axis) d = Sub (x, mean) "
+            "y = RMSNormalization <epsilon = 0.001> (d, w) }",
+            "the mean that is taken off is not over the last axis alone"),
     NO_NORM("a maximum in place of the mean",
             "(" F "x) => (" F "y) <" W ", " NUMBERS "> { q = Mul (x, x) m = ReduceMax (q, last) a = Add (m, e) "
             "s = Sqrt (a) n = Div (x, s) y = Mul (n, w) }",
