@@ -129,6 +129,9 @@ static eg_status put_results(egi_lowering *lowering) {
     if (lowering->results[i] == 0)
       return egi_lowering_fail(lowering, EG_ERROR_UNSUPPORTED, "one of its further outputs is used");
     egi_node identity = {.op = EGI_OP_Identity, .name = lowering->node->name, .scope = lowering->node->scope};
+    if (i > 0 && identity.name[0] != '\0') /* node names of a file differ */
+      identity.name = egi_arena_format(&graph->module->arena, "%s_%u", lowering->node->name, (unsigned)i);
+    if (identity.name == NULL) return EG_ERROR_MEMORY;
     identity.inputs = &lowering->results[i];
     identity.outputs = &output;
     identity.n_inputs = identity.n_outputs = 1;

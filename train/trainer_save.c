@@ -214,30 +214,47 @@ static eg_status replace_weight(const eg_trainer *trainer, egi_graph *graph, con
   return egi_replace_parameter(graph, parameter, value);
 }
 
-/* The model's graph, canonical and named as for training but in its own types, with the trained weights. */
-static eg_status write_weights(const eg_trainer *trainer, egi_module *module) {
+/* Whether each parameter is a weight of the model's own graph, and alone there: then new bytes are all it takes. */
+static bool is_in_place(const egi_graph *own, const egi_graph *graph, const egi_parameter *parameters, size_t n) {
+  for (size_t i = 0; i < n; i++) {
+    uint32_t weight = parameters[i].weight;
+    bool is_own = weight < own->weight_values_capacity && own->weight_values[weight] != 0;
+    if (!is_own || !is_sole_owner(graph, parameters, n, i)) return false;
+  }
+  return true;
+}
+
+/* A graph with the trained weights: the model's own where nothing but their bytes differs, else a copy that is
+ * canonical and named as for training, in its own types. */
+static eg_status write_weights(const eg_trainer *trainer, egi_module *module, egi_graph **out_graph) {
   static const egi_pipeline_options options;
   static const char *const clean[] = {"eliminate_dead"};
-  egi_graph *graph = module->graphs[0];
+  egi_graph *own = module->graphs[0], *graph;
   egi_parameter *parameters;
   size_t n;
+  EG_TRY(egi_module_copy_graph(module, own, "trained", &graph));
   EG_TRY(egi_passes_run_stage(graph, EGI_STAGE_CANONICALISE, &options));
   EG_TRY(egi_passes_run_stage(graph, EGI_STAGE_RECOGNISE, &options));
   EG_TRY(egi_stack_experts(graph));
   EG_TRY(egi_find_parameters(graph, &module->arena, &parameters, &n));
+  *out_graph = is_in_place(own, graph, parameters, n) ? own : graph;
   for (size_t i = 0; i < n; i++) EG_TRY(replace_weight(trainer, graph, parameters, n, i));
+  if (*out_graph == own) return EG_OK;
   EG_TRY(egi_passes_run(graph, clean, 1, &options, NULL));
   return egi_graph_tidy(graph);
 }
 
 eg_status egi_trainer_save_model(const eg_trainer *trainer, const char *path) {
   egi_module *module;
+  egi_graph *graph = NULL;
+  uint32_t count;
   if (!trainer->options.full)
     return egi_fail(trainer->ctx, EG_ERROR_ARGUMENT,
                     "only full training has a model to save; save the adapter instead");
   EG_TRY(egi_module_clone(trainer->model->module, &module));
-  eg_status status = write_weights(trainer, module);
-  if (status == EG_OK) status = egi_module_export(module, module->graphs[0], path);
+  eg_status status = write_weights(trainer, module, &graph);
+  if (status == EG_OK) status = egi_graph_call_bodies(graph, true, &count); /* so that any runtime reads the file */
+  if (status == EG_OK) status = egi_module_export(module, graph, path);
   egi_module_destroy(module);
   return status;
 }
