@@ -129,8 +129,9 @@ static egi_value_id base_of(const reader *r, const egi_node *node) {
   if (!(egi_op_get(node->op)->flags & EGI_OP_ELEMENTWISE)) return 0;
   for (unsigned i = 0; i < node->n_inputs; i++) {
     egi_value_id input = node->inputs[i];
-    if (input == 0 || (!r->flow.is_hidden[input] && is_number(r, input))) continue;
-    if (!r->flow.is_hidden[input] || (base != 0 && base != r->bases[input])) return 0;
+    bool is_made = r->flow.is_hidden[input] || r->bases[input] != input; /* or a condition on such a value */
+    if (input == 0 || (!is_made && is_number(r, input))) continue;
+    if (!is_made || (base != 0 && base != r->bases[input])) return 0;
     base = r->bases[input];
   }
   return base;
@@ -158,7 +159,7 @@ static void find_functions(reader *r) {
   for (egi_value_id v = 0; v < graph->n_values; v++) r->bases[v] = v;
   for (egi_node_id id = 1; id < graph->n_nodes; id++) {
     const egi_node *node = &graph->nodes[id];
-    egi_value_id base = r->flow.parts[id] != EGI_PART_NONE ? base_of(r, node) : 0;
+    egi_value_id base = node->op != EGI_OP_NONE ? base_of(r, node) : 0;
     if (base == 0) continue;
     if (!is_straight(r, node)) r->is_curved[base] = true;
     for (unsigned i = 0; i < node->n_outputs; i++)

@@ -92,8 +92,10 @@ static egi_part part_of(const egi_flow *flow, const egi_node *node) {
     return egi_flow_only_input(flow, node) != 0 ? EGI_PART_LINEAR : EGI_PART_OTHER;
   case EGI_OP_Cast:
   case EGI_OP_CastLike:
+  case EGI_OP_Concat:
     return EGI_PART_VIEW;
-  case EGI_OP_Gather: /* of pieces that the model names */
+  case EGI_OP_Gather:
+  case EGI_OP_GatherND: /* of pieces that the model names */
     return flow->is_hidden[node->inputs[0]] && flow->graph->values[node->inputs[1]].kind == EGI_VALUE_WEIGHT
                ? EGI_PART_VIEW
                : EGI_PART_OTHER;
@@ -186,7 +188,26 @@ static egi_node_id find_head(const egi_flow *flow) {
   return 0;
 }
 
+enum { MAX_CONCATS = 4 };
+
+static egi_trace trace_value(const egi_flow *flow, egi_value_id value, unsigned depth);
+
+/* Pieces of a head that come together: what each of them comes through, and the layer where it is one. */
+static void trace_concat(const egi_flow *flow, const egi_node *node, unsigned depth, egi_trace *trace) {
+  for (unsigned i = 0; depth < MAX_CONCATS && i < node->n_inputs; i++) {
+    if (!flow->is_hidden[node->inputs[i]]) continue;
+    egi_trace piece = trace_value(flow, node->inputs[i], depth + 1);
+    trace->linear = i == 0 || trace->linear == piece.linear ? piece.linear : 0;
+    if (trace->rope == 0) trace->rope = piece.rope;
+    trace->has_norm = trace->has_norm || piece.has_norm;
+  }
+}
+
 egi_trace egi_flow_trace(const egi_flow *flow, egi_value_id value) {
+  return trace_value(flow, value, 0);
+}
+
+static egi_trace trace_value(const egi_flow *flow, egi_value_id value, unsigned depth) {
   const egi_graph *graph = flow->graph;
   egi_trace trace = {0};
   while (value != 0 && graph->values[value].kind == EGI_VALUE_NODE) {
@@ -197,6 +218,10 @@ egi_trace egi_flow_trace(const egi_flow *flow, egi_value_id value) {
     if (part == EGI_PART_LINEAR) trace.linear = id;
     if (part == EGI_PART_ROPE) trace.rope = id;
     if (part == EGI_PART_NORM) trace.has_norm = true;
+    if (node->op == EGI_OP_Concat) {
+      trace_concat(flow, node, depth, &trace);
+      break;
+    }
     bool is_passed = part == EGI_PART_VIEW || part == EGI_PART_ROPE || part == EGI_PART_NORM ||
                      (part == EGI_PART_OTHER && is_elementwise);
     if (!is_passed) break;

@@ -83,10 +83,30 @@ static void another_head_is_not_tied(void **state) {
   assert_false(s.is_tied);
 }
 
+/* An activation with a condition is a plain one; heads that are put together of pieces are still of their layer. */
+static void conditions_and_pieces_are_no_rest(void **state) {
+  egi_structure s = find(
+      *state, BEGIN LAYER("x", "y") "none = Sub (half, half) p = Greater (y, none) n = Exp (y) i = Where (p, y, n) "
+                                    "j = Add (i, y) " LAYER("j", "z") END("z"));
+  assert_int_equal(s.counts.other, 0);
+  s = find(*state,
+           BEGIN "n = RMSNormalization (x, scale) pq = MatMul (n, qkv) q0, k0, v0 = Split <axis = -1> (pq, parts) "
+                 "q1 = Reshape (q0, q_heads) k1 = Reshape (k0, kv_heads) v1 = Reshape (v0, kv_heads) "
+                 "q2 = Transpose <perm = [0,2,1,3]> (q1) k2 = Transpose <perm = [0,2,1,3]> (k1) "
+                 "v2 = Transpose <perm = [0,2,1,3]> (v1) qa, qb = Split <axis = -1, num_outputs = 2> (q2) "
+                 "qc = Concat <axis = -1> (qb, qa) q = RotaryEmbedding (qc, cos, sin) "
+                 "a = engraft.Attention <causal = 1> (q, k2, v2) t = Transpose <perm = [0,2,1,3]> (a) "
+                 "f = Reshape (t, flat) o = MatMul (f, square) r = Add (x, o) " END("r"));
+  assert_int_equal(s.counts.other, 0);
+  assert_int_equal(s.counts.linear, 3 + 1 + 1);
+  assert_int_equal(s.counts.rope, 1);
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, pass_set_up, pass_tear_down)
 
 int main(void) {
   const struct CMUnitTest tests[] = {TEST(a_recognised_graph_has_no_rest), TEST(what_is_not_recognised_counts),
-                                     TEST(the_ends_are_no_layers), TEST(another_head_is_not_tied)};
+                                     TEST(the_ends_are_no_layers), TEST(conditions_and_pieces_are_no_rest),
+                                     TEST(another_head_is_not_tied)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
