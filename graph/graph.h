@@ -456,6 +456,20 @@ eg_status egi_fail_node(const egi_graph *graph, egi_node_id node, eg_status stat
 /* Appends "float[batch,sequence,64]"; "float" is a scalar, "float[]" has no known rank (the text syntax). */
 void egi_value_print_type(const egi_graph *graph, egi_value_id value, egi_text *out);
 
+/* Several things that are wrong with a file, in one error. */
+typedef struct egi_findings {
+  eg_context *ctx;
+  egi_text text;
+  unsigned count;
+  eg_status status; /* of the first */
+} egi_findings;
+void egi_findings_begin(egi_findings *findings, eg_context *ctx);
+/* Notes the context's last failure when it is the file's fault; false: any other status, which ends the search. */
+bool egi_findings_note(egi_findings *findings, eg_status status);
+void egi_findings_add(egi_findings *findings, eg_status status, const char *message);
+/* EG_OK when nothing was found. */
+eg_status egi_findings_end(egi_findings *findings);
+
 /* ---- import, export, text ------------------------------------------------------------------------------------- */
 
 /* Takes over `file` (also on failure). Sorts nodes, upgrades old operator versions (each function by its own imports),

@@ -82,7 +82,16 @@ static eg_status resolve_values(egi_graph *graph) {
   return egi_dims_status(dims);
 }
 
+/* What a node with a wrong type gives is unknown, so that each fault is told once. */
 eg_status egi_infer_graph(egi_graph *graph) {
-  for (egi_node_id n = 1; n < graph->n_nodes; n++) EG_TRY(egi_infer_node(graph, n));
-  return resolve_values(graph);
+  egi_findings findings;
+  eg_status status = EG_OK;
+  egi_findings_begin(&findings, graph->module->ctx);
+  for (egi_node_id n = 1; n < graph->n_nodes && status == EG_OK; n++) {
+    status = egi_infer_node(graph, n);
+    if (status != EG_OK && egi_findings_note(&findings, status)) status = EG_OK;
+  }
+  eg_status found = egi_findings_end(&findings);
+  if (status == EG_OK) status = found;
+  return status == EG_OK ? resolve_values(graph) : status;
 }

@@ -125,6 +125,9 @@ static eg_status add_labels(appender *state) {
   egi_value_id tokens = 0;
   if (egi_graph_find_value(graph, EGI_INPUT_LABELS) != 0)
     return egi_fail(state->run->ctx, EG_ERROR_ARGUMENT, "the graph has a loss already: \"%s\"", EGI_INPUT_LABELS);
+  const char *message = NULL;
+  if (egi_has_pruned_head(graph, &graph->module->arena, &message))
+    return egi_fail(state->run->ctx, EG_ERROR_UNSUPPORTED, "%s", message);
   EG_TRY(egi_find_logits(graph, &state->logits));
   EG_TRY(egi_find_token_input(graph, &tokens));
   const egi_value *logits = &graph->values[state->logits], *ids = &graph->values[tokens];

@@ -6,7 +6,7 @@
 
 #include "passes/moe_match.h"
 
-enum { MAX_EXITS = 3, MAX_ROUNDS = 8 };
+enum { MAX_EXITS = 4, MAX_ROUNDS = 8 };
 
 typedef struct fuser {
   egi_pass_run *run;
@@ -16,7 +16,7 @@ typedef struct fuser {
   egi_moe_value *values;
   bool *is_router_done; /* by node */
   uint32_t n_nodes;     /* before the pass */
-  egi_text findings;
+  egi_findings findings;
 } fuser;
 
 /* ---- sizes of the sample -------------------------------------------------------------------------------------- */
@@ -171,8 +171,9 @@ static bool recognise(egi_moe_region *region, bool is_stacked, egi_moe *moe, egi
 /* Sizes for which every expert is chosen; a few tokens where the experts are stacks, one as good as the other. */
 static eg_status choose_sizes(fuser *state, egi_moe_region *region, int64_t top_k, bool *out_is_stacked) {
   int64_t tokens = region->n_experts * 5 / (4 * top_k) + 8;
+  if (region->is_wide) tokens = 8 * tokens;
   uint32_t n_products = 0;
-  EG_TRY(bind_symbols(state, region, tokens > 256 ? 128 : (tokens + 1) / 2));
+  EG_TRY(bind_symbols(state, region, tokens > 2048 ? 1024 : (tokens + 1) / 2));
   *out_is_stacked = false;
   if (!egi_moe_collect(region)) return EG_OK;
   for (uint32_t i = 0; i < region->n_nodes; i++) {
@@ -187,12 +188,14 @@ static eg_status note_missing(fuser *state, const egi_moe_region *region, uint32
   const egi_graph *graph = state->graph;
   egi_node_id id = region->last_choice;
   const char *name = graph->nodes[id].name;
-  egi_text_format(&state->findings,
-                  "%snode \"%s\" (TopK): it chooses among %lld experts, the graph holds %u of them: the model was "
-                  "traced without the others",
-                  state->findings.length > 0 ? "; " : "", name != NULL ? name : "", (long long)region->n_experts,
-                  n_found);
-  return egi_text_status(&state->findings);
+  const char *message =
+      egi_arena_format(&state->arena,
+                       "node \"%s\" (TopK): it chooses among %lld experts, the graph holds %u of them: "
+                       "the model was traced without the others",
+                       name != NULL ? name : "", (long long)region->n_experts, n_found);
+  if (message == NULL) return EG_ERROR_MEMORY;
+  egi_findings_add(&state->findings, EG_ERROR_UNSUPPORTED, message);
+  return EG_OK;
 }
 
 static void note_miss(fuser *state, const egi_moe_region *region) {
@@ -205,17 +208,38 @@ static void note_miss(fuser *state, const egi_moe_region *region) {
       egi_arena_format(&graph->module->arena, "node \"%s\" (%s): %s", name, op, region->miss);
 }
 
+/* A trace of a loop over the experts that were chosen holds as many as were chosen then: parts of a Split that fits no
+ * other number; 0: it is no such trace. */
+static int64_t n_traced(const egi_moe_region *region) {
+  const egi_node *node = region->miss_node != 0 ? &region->graph->nodes[region->miss_node] : NULL;
+  bool is_split = node != NULL && node->op == EGI_OP_Split && egi_node_int(node, "axis", 0) == 0;
+  if (!is_split || region->graph->values[node->inputs[0]].dtype != EG_DTYPE_I64) return 0;
+  return node->n_outputs;
+}
+
 static eg_status try_region(fuser *state, egi_moe_region *region, int64_t top_k) {
   egi_moe moe;
   egi_moe_operands operands;
   bool is_done = false, is_stacked = false;
+  egi_moe_region first = {.miss = NULL};
   uint32_t n_found = 0, n_missing = 0;
   for (unsigned i = 0; i < MAX_EXITS && !is_done && egi_moe_next_exit(region); i++) {
     EG_TRY(choose_sizes(state, region, top_k, &is_stacked));
     bool is_known = recognise(region, is_stacked, &moe, &operands, &n_found);
+    if (!is_known && n_traced(region) == region->n_experts) { /* it runs where every expert is chosen */
+      region->is_wide = true;
+      EG_TRY(choose_sizes(state, region, top_k, &is_stacked));
+      is_known = recognise(region, is_stacked, &moe, &operands, &n_found);
+    }
+    if (!is_known && n_found == 0) n_found = (uint32_t)n_traced(region);
     if (n_found > n_missing) n_missing = n_found;
     moe.n_experts = region->n_experts;
     if (is_known) EG_TRY(replace(region, &moe, &operands, &is_done));
+    if (first.miss == NULL) first = *region;
+  }
+  if (first.miss != NULL) { /* what is said of the nearest exit says most */
+    region->miss = first.miss;
+    region->miss_node = first.miss_node;
   }
   if (!is_done) note_miss(state, region);
   if (!is_done && n_missing > 0 && n_missing < (uint64_t)region->n_experts)
@@ -254,9 +278,10 @@ static eg_status fuse_all(fuser *state) {
   if (state->values == NULL || state->is_router_done == NULL) return EG_ERROR_MEMORY;
   for (egi_node_id id = 1; id < state->n_nodes; id++)
     if (graph->nodes[id].op == EGI_OP_TopK) EG_TRY(try_choice(state, id));
-  EG_TRY(egi_text_status(&state->findings));
-  if (state->findings.length == 0) return EG_OK;
-  return egi_fail(state->run->ctx, EG_ERROR_UNSUPPORTED, "%s", egi_text_string(&state->findings));
+  const char *message = NULL;
+  if (state->findings.count > 0 && egi_has_pruned_head(graph, &state->arena, &message))
+    egi_findings_add(&state->findings, EG_ERROR_UNSUPPORTED, message);
+  return EG_OK;
 }
 
 eg_status egi_pass_fuse_moe(egi_pass_run *run, egi_graph *graph) {
@@ -265,9 +290,9 @@ eg_status egi_pass_fuse_moe(egi_pass_run *run, egi_graph *graph) {
   for (egi_node_id id = 1; id < graph->n_nodes; id++) has_choice = has_choice || graph->nodes[id].op == EGI_OP_TopK;
   if (!has_choice || graph->module->evaluator == NULL) return EG_OK;
   egi_arena_init(&state.arena, run->ctx, EGI_PURPOSE_GRAPH);
-  egi_text_init(&state.findings, run->ctx);
-  eg_status status = fuse_all(&state);
-  egi_text_free(&state.findings);
+  egi_findings_begin(&state.findings, run->ctx);
+  eg_status status = fuse_all(&state), found = egi_findings_end(&state.findings);
+  if (status == EG_OK) status = found;
   egi_arena_clear(&state.arena);
   EG_TRY(status);
   if (!run->has_changed) return EG_OK;

@@ -158,17 +158,39 @@ static bool has_rule(const egi_graph *graph) {
   return false;
 }
 
-static eg_status lower_all(egi_pass_run *run, egi_graph *graph, egi_arena *arena) {
+/* After a fault upstream an operand may be of no known type: then nothing is said about the node. */
+static bool is_known(const egi_graph *graph, const egi_node *node) {
+  for (uint16_t i = 0; i < node->n_inputs; i++) {
+    const egi_value *value = &graph->values[node->inputs[i]];
+    if (node->inputs[i] != 0 && (value->rank < 0 || value->dtype == EG_DTYPE_UNDEFINED)) return false;
+  }
+  return true;
+}
+
+/* Experts that cannot be read still give rows like those they take. */
+static void guess_result(egi_graph *graph, egi_node_id id) {
+  const egi_node *node = &graph->nodes[id];
+  bool is_moe = node->op_name != NULL && (strcmp(node->op_name, "MoE") == 0 || strcmp(node->op_name, "QMoE") == 0);
+  if (!is_moe || node->n_outputs == 0 || node->outputs[0] == 0 || node->inputs[0] == 0) return;
+  egi_value *result = &graph->values[node->outputs[0]];
+  const egi_value *rows = &graph->values[node->inputs[0]];
+  if (result->rank >= 0) return;
+  result->dtype = rows->dtype;
+  result->rank = rows->rank;
+  memcpy(result->dims, rows->dims, sizeof result->dims);
+}
+
+static eg_status lower_all(egi_pass_run *run, egi_graph *graph, egi_arena *arena, egi_findings *findings) {
   uint32_t n_nodes = graph->n_nodes;
   egi_uses uses;
   EG_TRY(egi_graph_uses(graph, arena, &uses));
   for (egi_node_id id = 1; id < n_nodes; id++) {
     size_t rule = find_rule(&graph->nodes[id]);
-    if (rule == 0) {
-      EG_TRY(egi_infer_node(graph, id));
-      continue;
-    }
-    EG_TRY(lower(graph, &uses, id, rule - 1));
+    if (rule != 0 && findings->count > 0 && !is_known(graph, &graph->nodes[id])) continue;
+    eg_status status = rule == 0 ? egi_infer_node(graph, id) : lower(graph, &uses, id, rule - 1);
+    if (status != EG_OK && !egi_findings_note(findings, status)) return status;
+    if (status != EG_OK && rule != 0) guess_result(graph, id);
+    if (status != EG_OK || rule == 0) continue;
     run->report->n_matched++;
     run->has_changed = true;
   }
@@ -181,7 +203,13 @@ eg_status egi_pass_lower_operators(egi_pass_run *run, egi_graph *graph) {
   if (!has_rule(graph)) return EG_OK;
   egi_arena arena;
   egi_arena_init(&arena, run->ctx, EGI_PURPOSE_GRAPH);
-  eg_status status = lower_all(run, graph, &arena);
+  egi_findings findings;
+  const char *message = NULL;
+  egi_findings_begin(&findings, run->ctx);
+  eg_status status = lower_all(run, graph, &arena, &findings);
+  if (findings.count > 0 && egi_has_pruned_head(graph, &arena, &message))
+    egi_findings_add(&findings, EG_ERROR_UNSUPPORTED, message);
+  eg_status found = egi_findings_end(&findings);
   egi_arena_clear(&arena);
-  return status;
+  return status != EG_OK ? status : found;
 }

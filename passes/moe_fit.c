@@ -26,6 +26,11 @@ static int64_t k_of(const egi_moe_event *event) {
   return event->is_transposed ? event->matrix.rows : event->matrix.columns;
 }
 
+/* Of joined rows the product of one expert. */
+static const egi_moe_event *member(const fit *f, const egi_moe_event *event, int64_t expert) {
+  return event->n_members > 0 ? &f->region->events[event->members[expert]] : event;
+}
+
 /* ---- products ------------------------------------------------------------------------------------------------- */
 
 static bool sort_events(fit *f) {
@@ -35,6 +40,7 @@ static bool sort_events(fit *f) {
   if (f->up == NULL || f->down == NULL) return egi_moe_reject(region, 0, "out of memory");
   for (uint32_t i = 0; i < region->n_events; i++) {
     egi_moe_event *event = &region->events[i];
+    if (event->n_members > 0) continue;
     if (event->n_stages > 1) return egi_moe_reject(region, event->node, "more than two products in a row");
     if (event->n_stages == 0)
       f->up[f->n_up++] = event;
@@ -120,16 +126,21 @@ static bool ordered_sources(const fit *f, const egi_moe_event *down, const egi_m
   return true;
 }
 
-static bool explains_one(const fit *f, const egi_moe_event *down) {
+/* Row `first` of the sources is that of the first row of down's operand. */
+static bool explains_one(const fit *f, const egi_moe_event *down, int64_t start) {
   const egi_moe_event *from[2];
   if (!ordered_sources(f, down, from)) return false;
-  int64_t rows = egi_tensor_count(&down->in) / f->inner, n = n_of(from[0]);
-  if (n != f->gate_rows || egi_tensor_count(&from[0]->out) != rows * n) return false;
-  if (from[1] != NULL && egi_tensor_count(&from[1]->out) != rows * n) return false;
+  int64_t rows = egi_tensor_count(&down->in) / f->inner, n = f->gate_rows;
+  for (unsigned i = 0; i < 2; i++) {
+    if (from[i] == NULL) continue;
+    int64_t count = egi_tensor_count(&from[i]->out);
+    if (from[i]->n_members > 0 ? count < (start + rows) * n : n_of(from[i]) != n || count != rows * n) return false;
+  }
   for (int64_t r = 0, n_checked = 0; r < rows && n_checked < 65536; r++)
     for (int64_t i = 0; i < f->inner; i++, n_checked++) {
-      const float *first = (const float *)from[0]->out.data + r * n;
-      const float *second = from[1] != NULL ? (const float *)from[1]->out.data + r * n : NULL;
+      const float *first = (const float *)from[0]->out.data + (from[0]->n_members > 0 ? start + r : r) * n;
+      const float *second =
+          from[1] != NULL ? (const float *)from[1]->out.data + (from[1]->n_members > 0 ? start + r : r) * n : NULL;
       if (!is_near(((const float *)down->in.data)[r * f->inner + i], glu_at(f, first, second, i))) return false;
     }
   return true;
@@ -137,8 +148,11 @@ static bool explains_one(const fit *f, const egi_moe_event *down) {
 
 /* All experts, so that limits are met by some number. */
 static bool explains(const fit *f) {
-  for (uint32_t i = 0; i < f->n_down; i++)
-    if (!explains_one(f, f->down[i])) return false;
+  int64_t start = 0;
+  for (uint32_t i = 0; i < f->n_down; i++) {
+    if (!explains_one(f, f->down[i], start)) return false;
+    start += egi_tensor_count(&f->down[i]->in) / f->inner;
+  }
   return true;
 }
 
@@ -175,7 +189,7 @@ static bool fit_activation(fit *f) {
   egi_moe_region *region = f->region;
   const egi_moe_event *down = f->down[0], *from[2];
   if (!sources_of(f, down, from)) return false;
-  f->gate_rows = n_of(from[0]);
+  f->gate_rows = n_of(member(f, from[0], 0));
   f->inner = k_of(down);
   bool is_joint = f->per_expert == 1 && f->gate_rows == 2 * f->inner;
   if (!is_joint && f->gate_rows != f->inner)
@@ -195,7 +209,12 @@ static bool fit_activation(fit *f) {
 static bool experts_events(const fit *f, int64_t expert, const egi_moe_event *out[3]) {
   const egi_moe_event *down = f->down[f->n_down > 1 ? expert : 0];
   out[2] = down;
-  return ordered_sources(f, down, out);
+  if (!ordered_sources(f, down, out)) return false;
+  for (unsigned i = 0; i < 2; i++)
+    if (out[i] != NULL && out[i]->n_members > 0 && out[i]->n_members != f->n_down) return false;
+  for (unsigned i = 0; i < 2; i++)
+    if (out[i] != NULL) out[i] = member(f, out[i], expert);
+  return true;
 }
 
 static int64_t slice_of(const fit *f, const egi_moe_event *event, int64_t expert) {
@@ -404,12 +423,21 @@ static bool put_operands(fit *f, egi_moe_operands *out) {
   return true;
 }
 
+/* All of one size, from hidden states to hidden states. */
+static bool are_experts(const fit *f) {
+  for (uint32_t i = 0; i < f->n_up; i++)
+    if (k_of(f->up[i]) != f->region->width || n_of(f->up[i]) != n_of(f->up[0])) return false;
+  for (uint32_t i = 0; i < f->n_down; i++)
+    if (n_of(f->down[i]) != f->region->width || k_of(f->down[i]) != k_of(f->down[0])) return false;
+  return true;
+}
+
 bool egi_moe_fit(egi_moe_region *region, egi_moe *out_moe, egi_moe_operands *out_operands, uint32_t *out_n_found) {
   fit f = {.region = region};
   *out_n_found = 0;
   if (!sort_events(&f) || !read_choices(&f)) return false;
   if (f.n_down > 1 && f.n_down != (uint64_t)region->n_experts) {
-    *out_n_found = f.n_down;
+    if (are_experts(&f)) *out_n_found = f.n_down;
     return egi_moe_reject(region, region->last_choice, "not every expert stands behind it");
   }
   f.results = EGI_NEW(region->arena, float *, (size_t)(region->tokens * region->n_experts) + 1);

@@ -40,11 +40,13 @@ typedef struct egi_moe_value {
 typedef struct egi_moe_event {
   egi_node_id node;
   egi_moe_matrix matrix;
-  bool is_transposed;  /* stored [K, N] for y = W·x with W [N, K] */
-  egi_tensor in, out;  /* out with the bias, where one is added */
-  egi_value_id bias;   /* its parameter, or 0 */
-  uint32_t sources[2]; /* index + 1 */
-  uint8_t n_stages;    /* of its input */
+  bool is_transposed;      /* stored [K, N] for y = W·x with W [N, K] */
+  egi_tensor in, out;      /* out with the bias, where one is added */
+  egi_value_id bias;       /* its parameter, or 0 */
+  uint32_t sources[2];     /* index + 1 */
+  uint8_t n_stages;        /* of its input */
+  const uint32_t *members; /* of rows of several products, one after the other: their indices */
+  uint32_t n_members;      /* 0: a product of its own */
 } egi_moe_event;
 
 typedef struct egi_moe_region {
@@ -56,6 +58,7 @@ typedef struct egi_moe_region {
   egi_value_id logits, x, exit;
   int64_t n_experts, width, tokens;
   bool is_scored_first;    /* something stands between logits and choice */
+  bool is_wide;            /* a sample of many tokens */
   egi_value_id correction; /* parameter added to scores, or 0 */
   egi_node_id *nodes;      /* to be run, in order */
   uint32_t n_nodes, nodes_capacity;
@@ -106,7 +109,7 @@ bool egi_moe_product(egi_moe_region *region, egi_node_id node);
 /* out [N] += made-up matrix of the slice · in [K] (is_transposed: stored [K, N]). */
 void egi_moe_multiply_row(const egi_moe_region *region, const egi_moe_matrix *matrix, int64_t slice, bool is_transposed,
                           const float *in, float *out);
-/* The made-up number of a parameter that is no matrix. */
+/* The made-up number of a parameter that is no matrix; small and positive at -1 - i: of vectors over the experts. */
 float egi_moe_number_of(const egi_moe_region *region, egi_value_id weight, int64_t index);
 
 /* moe_fit.c: the operator that gives the exit; attributes without operands. Operands: by role the parameter of each

@@ -18,7 +18,7 @@ double egi_moe_random(uint64_t seed, uint64_t a, uint64_t b) {
 
 float egi_moe_number_of(const egi_moe_region *region, egi_value_id weight, int64_t index) {
   double number = egi_moe_random(region->seed, weight, (uint64_t)index);
-  return (float)(weight == region->correction ? 0.15 + 0.15 * number : number);
+  return (float)(index < 0 ? 0.15 + 0.15 * number : number);
 }
 
 /* ---- views ---------------------------------------------------------------------------------------------------- */
@@ -171,11 +171,11 @@ static const egi_moe_matrix *transpose(egi_moe_region *region, const egi_node *n
 
 static bool view_split(egi_moe_region *region, egi_node_id id, const egi_moe_matrix *from) {
   const egi_node *node = &region->graph->nodes[id];
-  int64_t sizes[64], start = 0;
+  int64_t *sizes = EGI_NEW(region->arena, int64_t, node->n_outputs), start = 0;
   uint32_t count = 0;
-  if (egi_node_int(node, "axis", 0) != 0 || node->n_outputs > EGI_COUNT(sizes)) return false;
+  if (egi_node_int(node, "axis", 0) != 0 || sizes == NULL) return false;
   for (unsigned i = 0; i < node->n_outputs; i++) sizes[i] = from->count / node->n_outputs;
-  if (node->n_inputs > 1 && !integers_of(region, node->inputs[1], sizes, EGI_COUNT(sizes), &count)) return false;
+  if (node->n_inputs > 1 && !integers_of(region, node->inputs[1], sizes, node->n_outputs, &count)) return false;
   for (unsigned i = 0; i < node->n_outputs; start += sizes[i++]) {
     const egi_moe_matrix *part = range(region, from, start, start + sizes[i]);
     if (node->outputs[i] != 0 && (part == NULL || !put(region, node->outputs[i], part))) return false;

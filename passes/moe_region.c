@@ -97,6 +97,15 @@ static bool is_tainted(const egi_moe_region *region, const bool *tainted, egi_va
   return value != 0 && value < region->graph->n_values && tainted[value];
 }
 
+/* Elements of a value; EGI_DIM_NONE where not known. */
+static egi_dim size_of(const egi_graph *graph, egi_value_id value) {
+  egi_dims *dims = graph->module->dims;
+  egi_dim size = egi_dim_constant(dims, 1);
+  for (int i = 0; i < graph->values[value].rank; i++)
+    size = egi_dim_multiply(dims, size, egi_dim_resolve(dims, graph->values[value].dims[i]));
+  return egi_dim_resolve(dims, size);
+}
+
 bool egi_moe_next_exit(egi_moe_region *region) {
   const egi_graph *graph = region->graph;
   bool *tainted = EGI_NEW(region->arena, bool, graph->n_values);
@@ -130,6 +139,7 @@ bool egi_moe_next_exit(egi_moe_region *region) {
     }
     if (!egi_dtype_is_float(graph->values[value].dtype) || !last_size(graph, value, &size) || size != region->width)
       continue;
+    if (size_of(graph, value) != size_of(graph, region->x)) continue; /* rows of pairs, not of tokens */
     region->exit = value;
     return true;
   }

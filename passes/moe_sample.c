@@ -228,12 +228,35 @@ static void note_addition(egi_moe_region *region, egi_moe_value *const *in, egi_
     if (sum->product != 0 && region->events[sum->product - 1].bias == 0) {
       egi_moe_event *event = &region->events[sum->product - 1];
       event->bias = other->parameter;
+      for (uint32_t k = 0; k < event->n_members; k++) region->events[event->members[k]].bias = other->parameter;
       event->out = out->tensor;
       out->product = sum->product;
     } else if (sum->n_stages == 0 && egi_tensor_count(&other->tensor) == region->n_experts) {
       region->correction = other->parameter;
     }
   }
+}
+
+/* Rows of several products, one after the other, count as one. */
+static bool note_rows(egi_moe_region *region, egi_node_id id, egi_moe_value *const *in, egi_moe_value *out) {
+  const egi_node *node = &region->graph->nodes[id];
+  if (node->op != EGI_OP_Concat || node->n_inputs < 2 || egi_node_int(node, "axis", 0) != 0) return true;
+  uint32_t *members = EGI_NEW(region->arena, uint32_t, node->n_inputs);
+  if (members == NULL) return egi_moe_reject(region, 0, "out of memory");
+  for (uint16_t i = 0; i < node->n_inputs; i++) {
+    if (in[i] == NULL || in[i]->product == 0 || region->events[in[i]->product - 1].n_members > 0) return true;
+    members[i] = in[i]->product - 1;
+  }
+  if (EGI_GROW(region->arena, &region->events, region->n_events, &region->events_capacity) != EG_OK)
+    return egi_moe_reject(region, 0, "out of memory");
+  region->events[region->n_events++] = (egi_moe_event){.node = id,
+                                                       .out = out->tensor,
+                                                       .n_stages = (uint8_t)(out->n_stages - 1),
+                                                       .members = members,
+                                                       .n_members = node->n_inputs};
+  out->product = out->sources[0] = region->n_events;
+  out->sources[1] = 0;
+  return true;
 }
 
 static bool is_float_cast(const egi_node *node, const egi_moe_value *in) {
@@ -267,6 +290,7 @@ static bool run_plain(egi_moe_region *region, egi_node_id id, egi_moe_value *con
     if (selects(node->op)) out->parameter = in[0]->parameter;
     if (keeps_elements(node->op)) out->product = in[0]->product;
     if (node->op == EGI_OP_Add) note_addition(region, in, out);
+    if (!note_rows(region, id, in, out)) return false;
   }
   return true;
 }

@@ -152,6 +152,8 @@ eg_status egi_stack_experts(egi_graph *graph);
 eg_status egi_replace_parameter(egi_graph *graph, const egi_parameter *parameter, egi_value_id value);
 /* The logits: the output of that name, or the only float output of rank 3. EG_ERROR_DATA when there is none. */
 eg_status egi_find_logits(const egi_graph *graph, egi_value_id *out_logits);
+/* Whether the logits are those of the last position alone; the message says so (in `arena`). */
+bool egi_has_pruned_head(const egi_graph *graph, egi_arena *arena, const char **out_message);
 /* The token ids: the input "input_ids", or the only integer input of rank 2 that a Gather takes. */
 eg_status egi_find_token_input(const egi_graph *graph, egi_value_id *out_input);
 
