@@ -30,7 +30,7 @@ egi_cuda_status check_arguments(const egi_cuda_attention *a, bool is_backward) {
   if (a->n_queries < 1 || a->n_keys < 1 || a->n_queries > limit - 256 || a->n_keys > limit - 256 || a->n_heads < 1 ||
       a->n_kv_heads < 1 || a->n_heads % a->n_kv_heads != 0)
     return EGI_CUDA_INVALID;
-  if ((a->n_queries / tile + 1) * a->n_heads > INT_MAX || (a->n_keys / tile + 1) * a->n_kv_heads > INT_MAX ||
+  if ((a->n_queries / tile + 4) * a->n_heads > INT_MAX || (a->n_keys / tile + 4) * a->n_kv_heads > INT_MAX ||
       a->n_heads > 65535)
     return EGI_CUDA_UNSUPPORTED;
   if (!(a->scale > 0.0f) || !(a->softcap >= 0.0f) || a->query_offset < 0 || a->query_offset > limit)
@@ -65,7 +65,7 @@ egi_cuda_status provide_plan(egi_cuda_attention &a, bool is_backward, cudaStream
   if (a.plan) return EGI_CUDA_OK;
   void *memory = carve_workspace(a, is_backward).plan;
   a.plan = memory;
-  return fill_plan(a, carve_plan(a, memory), is_backward ? PLAN_DQ | PLAN_DKV : PLAN_FORWARD, stream);
+  return fill_plan(a, carve_plan(a, memory), is_backward ? 1 << LIST_DQ | 1 << LIST_DKV : 1 << LIST_FORWARD, stream);
 }
 
 } // namespace
@@ -82,7 +82,7 @@ extern "C" size_t egi_cuda_attention_plan_bytes(const egi_cuda_attention *attent
 
 extern "C" egi_cuda_status egi_cuda_attention_plan(const egi_cuda_attention *a, void *plan, void *stream) {
   if (!a || !plan || !a->first_key || a->n_queries < 1 || a->n_keys < 1) return EGI_CUDA_INVALID;
-  const int parts = egi::PLAN_FORWARD | egi::PLAN_DQ | (a->last_query ? egi::PLAN_DKV : 0);
+  const int parts = 1 << egi::LIST_FORWARD | 1 << egi::LIST_DQ | (a->last_query ? 1 << egi::LIST_DKV : 0);
   return egi::fill_plan(*a, egi::carve_plan(*a, plan), parts, static_cast<cudaStream_t>(stream));
 }
 

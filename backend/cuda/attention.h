@@ -55,14 +55,15 @@ typedef struct egi_cuda_attention {
   float *d_sinks;  /* [n_heads] or NULL */
   void *workspace; /* scratch of one call, aligned to 256 bytes */
   size_t workspace_bytes;
-  const void *plan; /* from egi_cuda_attention_plan, or NULL: each call makes its own in the workspace */
+  void *plan; /* from egi_cuda_attention_plan, or NULL: each call makes its own in the workspace */
 } egi_cuda_attention;
 
 /* Bytes of workspace that forward (or backward) needs; depends on sizes only. */
 size_t egi_cuda_attention_workspace(const egi_cuda_attention *attention, int is_backward);
 
 /* The plan of a micro-batch: bounds and order of all tiles, from first_key, last_query (NULL: forward only) and the
- * offset. It serves every call with the same numbers of rows, head_dim and arrays, so all layers of a step. */
+ * offset. It serves every call with the same numbers of rows and heads, head_dim and arrays, so all layers of a step,
+ * one call after the other: the kernels count their work in it. */
 size_t egi_cuda_attention_plan_bytes(const egi_cuda_attention *attention);
 egi_cuda_status egi_cuda_attention_plan(const egi_cuda_attention *attention, void *plan, void *stream);
 

@@ -12,6 +12,7 @@
 #include <math_constants.h>
 
 #include "backend/cuda/attention.h"
+#include "backend/cuda/launch.cuh"
 
 namespace egi {
 
@@ -20,11 +21,9 @@ constexpr float ln_2 = 0.69314718055994530942f;
 
 /* ---- workspace ------------------------------------------------------------------------------------------------- */
 
-enum { COUNTER_FORWARD, COUNTER_DKV, COUNTER_DQ, N_COUNTERS };
 enum { PREPARE_ROWS = 64, ROW_PADDING = 128 };
 
 struct attention_workspace {
-  int *counters;       /* [N_COUNTERS] next work item of each persistent kernel */
   float2 *row_pairs;   /* [n_heads, padded_rows] (lse in base 2, sum of d_out * out); (inf, 0) past n_queries */
   float *sink_parts;   /* [n_heads, n_prepare_blocks] */
   int64_t padded_rows; /* n_queries and a tile more, so that tiles may start anywhere */
@@ -39,10 +38,8 @@ size_t count_plan_bytes(const egi_cuda_attention &a);
 inline attention_workspace carve_workspace(const egi_cuda_attention &a, bool is_backward) {
   attention_workspace w = {};
   char *base = static_cast<char *>(a.workspace);
-  w.counters = reinterpret_cast<int *>(base);
-  w.size_bytes = 256;
-  w.plan = base + w.size_bytes;
-  w.size_bytes += (count_plan_bytes(a) + 255) / 256 * 256;
+  w.plan = base;
+  w.size_bytes = count_plan_bytes(a) / 256 * 256 + 256;
   if (!is_backward) return w;
   w.padded_rows = (a.n_queries + ROW_PADDING + PREPARE_ROWS - 1) / PREPARE_ROWS * PREPARE_ROWS;
   w.n_prepare_blocks = static_cast<int>(w.padded_rows / PREPARE_ROWS);

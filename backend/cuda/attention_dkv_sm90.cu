@@ -11,7 +11,7 @@ namespace {
 template <class Element_, int DIM, bool HAS_CAP> struct dkv_shape {
   using Element = Element_;
   static constexpr int dim = DIM, panels = DIM / 64, n_stages = DIM == 128 ? 3 : 4;
-  static constexpr int own_stages = DIM == 128 ? 2 : 1;
+  static constexpr int own_stages = 2;
   static constexpr int groups = dkv_tile(DIM).groups, queries = dkv_tile(DIM).step;
   static constexpr bool has_cap = HAS_CAP;
   static constexpr int keys = 64 * groups, threads = WARPGROUP * (groups + 1);
@@ -24,6 +24,7 @@ template <class Element_, int DIM, bool HAS_CAP> struct dkv_shape {
   static constexpr int n_barriers = 2 * own_stages + 4 * n_stages + 2 * WORK_SLOTS;
   static constexpr int slots_at = barriers_at + 8 * n_barriers;
   static constexpr int shared_bytes = slots_at + WORK_SLOTS * static_cast<int>(sizeof(work_slot)) + 1024;
+  static_assert(LEAST_ROWS % STORE_ROWS == 0, "a warp's rows must belong to one tile");
   static_assert(shared_bytes <= most_shared_bytes, "a block cannot have that much shared memory");
 };
 
@@ -51,36 +52,26 @@ __device__ __forceinline__ void copy_queries(const dkv_arguments &g, const pipel
 }
 
 template <class Shape>
-__device__ __forceinline__ void produce(const dkv_arguments &g, const pipeline<Shape> &b, work_slot *slots) {
-  const egi_cuda_attention &a = g.a;
-  const int lane = threadIdx.x & 31, group_heads = a.n_heads / a.n_kv_heads;
+__device__ __forceinline__ void load_keys(const dkv_arguments &g, const pipeline<Shape> &b, work_slot *slots) {
+  hand_out<Shape, false>(g.queue, b, slots, Shape::key_bytes, [&](int first_row, int head, int stage) {
+    const unsigned to = b.base + stage * Shape::key_bytes, full = b.own_full(stage);
+    copy_tile<Shape::panels>(to, &g.k, full, first_row, head, Shape::kv_panel);
+    copy_tile<Shape::panels>(to + Shape::v_at, &g.v, full, first_row, head, Shape::kv_panel);
+  });
+}
+
+template <class Shape>
+__device__ __forceinline__ void load_rows(const dkv_arguments &g, const pipeline<Shape> &b, work_slot *slots) {
+  const int group_heads = g.a.n_heads / g.a.n_kv_heads;
   ring<Shape::n_stages> pipe;
-  ring<WORK_SLOTS> slot;
-  ring<Shape::own_stages> kv;
-  work_feed feed;
-  feed.start(g.queue, lane);
-  for (;;) {
-    tile_plan plan;
-    barrier_wait(b.slot_empty(slot.stage), slot.phase ^ 1);
-    const int head = feed.hand_on(g.queue, lane, slots + slot.stage, plan);
-    barrier_arrive_warp(b.slot_full(slot.stage), lane);
-    slot.advance();
-    if (head < 0) return;
-    if (lane == 0) {
-      const unsigned to = b.base + kv.stage * Shape::key_bytes;
-      barrier_wait(b.own_empty(kv.stage), kv.phase ^ 1);
-      barrier_expect(b.own_full(kv.stage), Shape::key_bytes);
-      copy_tile<Shape::panels>(to, &g.k, b.own_full(kv.stage), plan.first_row, head, Shape::kv_panel);
-      copy_tile<Shape::panels>(to + Shape::v_at, &g.v, b.own_full(kv.stage), plan.first_row, head, Shape::kv_panel);
-      for (int h = 0; h < group_heads; h++)
-        for (int j = 0; j < plan.n_steps; j++) {
-          copy_queries<Shape>(g, b, pipe.stage, pipe.phase, plan.anchor + Shape::queries * j, head * group_heads + h);
-          pipe.advance();
-        }
-    }
-    kv.advance();
-    __syncwarp();
-  }
+  follow(b, slots, [&](const item_view &item) {
+    for (int h = 0; h < group_heads; h++)
+      for (int j = 0; j < item.n_steps; j++) {
+        copy_queries<Shape>(g, b, pipe.stage, pipe.phase, item.anchor + Shape::queries * j,
+                            item.head * group_heads + h);
+        pipe.advance();
+      }
+  });
 }
 
 /* One warpgroup's view of the current item. */
@@ -245,6 +236,7 @@ template <class Shape> struct consumer {
       start_d_weights(dp);
       wgmma_wait<2>(s);
       weigh(s, view, j, next.stage);
+      if (Shape::dim == 64 && !Shape::has_cap) hold(s, -g.a.scale); /* at size 128 registers do not suffice */
       wgmma_wait<1>(dk);
       barrier_arrive_warp(b.first_empty(q.stage), lane);
       q = next;
@@ -252,6 +244,7 @@ template <class Shape> struct consumer {
       start_dv(dv, p);
       wgmma_wait<1>(dp);
       differentiate(s, dp, ds, q.stage);
+      if (Shape::dim == 64) hold(dp, -3e38f * g.a.scale);
       wgmma_wait<0>(dv);
       free_d_out();
     }
@@ -280,20 +273,17 @@ __device__ __forceinline__ void consume(const dkv_arguments &g, const pipeline<S
   const int offset = query_offset(g.a), group_heads = g.a.n_heads / g.a.n_kv_heads;
   ring<WORK_SLOTS> slot;
   for (;;) {
-    barrier_wait(b.slot_full(slot.stage), slot.phase);
-    const tile_plan *plan = &slots[slot.stage].plan;
-    const int tile = plan->first_row, head = slots[slot.stage].head, n_tiles = plan->n_steps;
+    const item_view item = take_item(b, slots, slot, me.group, me.lane);
+    const int head = item.head, n_tiles = item.n_steps;
     key_view view;
-    view.begin = plan->begin[me.group];
-    view.end = plan->end[me.group];
-    view.edge = plan->edge[me.group];
-    view.anchor = plan->anchor;
-    barrier_arrive_warp(b.slot_empty(slot.stage), me.lane);
-    slot.advance();
+    view.begin = item.begin;
+    view.end = item.end;
+    view.edge = item.edge;
+    view.anchor = item.anchor;
     if (head < 0) break;
-    const int first_key = tile + 64 * me.group + STORE_ROWS * me.warp;
+    const int first_key = item.first_row + 64 * me.group + STORE_ROWS * me.warp;
     find_keys<Shape>(g.a, first_key, offset, me.lane, view);
-    view.last_key = tile + 64 * me.group + 63 - offset;
+    view.last_key = item.first_row + 64 * me.group + 63 - offset;
     float dk[Shape::dim / 2] = {}, dv[Shape::dim / 2] = {};
     barrier_wait(b.own_full(me.kv.stage), me.kv.phase);
     /* One walk over all heads of the group where few tiles lie between them, else one a head. */
@@ -308,10 +298,12 @@ __device__ __forceinline__ void consume(const dkv_arguments &g, const pipeline<S
     named_sync(1 + me.group, WARPGROUP); /* the warpgroup is done with its keys and values: their gradients go there */
     const float scale[2] = {g.a.scale, g.a.scale}, one[2] = {1.0f, 1.0f};
     const unsigned rows = me.own_keys(me.kv.stage) + STORE_ROWS * me.warp * panel_row_bytes;
-    store_tile<typename Shape::Element>(dk, scale, rows, Shape::kv_panel, {&g.d_k, first_key, head}, me.lane);
-    store_tile<typename Shape::Element>(dv, one, rows + Shape::v_at, Shape::kv_panel, {&g.d_v, first_key, head},
-                                        me.lane);
-    if (me.lane == 0) store_wait_read();
+    if (first_key < item.end_row) { /* the rest is the next tile's */
+      store_tile<typename Shape::Element>(dk, scale, rows, Shape::kv_panel, {&g.d_k, first_key, head}, me.lane);
+      store_tile<typename Shape::Element>(dv, one, rows + Shape::v_at, Shape::kv_panel, {&g.d_v, first_key, head},
+                                          me.lane);
+      if (me.lane == 0) store_wait_read();
+    }
     barrier_arrive_warp(b.own_empty(me.kv.stage), me.lane);
     me.kv.advance();
   }
@@ -319,26 +311,16 @@ __device__ __forceinline__ void consume(const dkv_arguments &g, const pipeline<S
 
 template <class Shape>
 __global__ void __launch_bounds__(Shape::threads, 1) attention_dkv_sm90(const __grid_constant__ dkv_arguments g) {
-  extern __shared__ unsigned char shared[];
-  const unsigned raw = static_cast<unsigned>(__cvta_generic_to_shared(shared)), base = (raw + 1023u) & ~1023u;
-  const pipeline<Shape> b = {base};
-  work_slot *slots = reinterpret_cast<work_slot *>(shared + (base - raw) + Shape::slots_at);
-  if (threadIdx.x == 0) {
-    prefetch_map(&g.q);
-    prefetch_map(&g.d_out);
-    prefetch_map(&g.k);
-    prefetch_map(&g.v);
-    prefetch_map(&g.d_k);
-    prefetch_map(&g.d_v);
-    b.init();
-  }
-  __syncthreads();
+  const block_memory<Shape> m = set_up<Shape>(&g.q, &g.d_out, &g.k, &g.v, &g.d_k, &g.d_v);
+  await_kernel_before();
+  allow_kernel_after();
   if (threadIdx.x < WARPGROUP) {
     give_registers<24>();
-    if (threadIdx.x < 32) produce<Shape>(g, b, slots);
+    if (warp_number() == 0) load_keys(g, m.b, m.slots);
+    if (warp_number() == 1) load_rows(g, m.b, m.slots);
   } else {
     take_registers<240>();
-    consume<Shape>(g, b, slots);
+    consume(g, m.b, m.slots);
   }
 }
 
@@ -357,17 +339,12 @@ egi_cuda_status launch(const egi_cuda_attention &a, cudaStream_t stream) {
     return EGI_CUDA_FAILED;
   g.row_pairs = w.row_pairs;
   g.padded_rows = w.padded_rows;
-  const plan_lists lists = carve_plan(a, const_cast<void *>(a.plan));
-  g.queue = make_queue(w.counters + COUNTER_DKV, lists.dkv, lists.n_dkv, a.n_kv_heads);
-  g.queue.heads_per_group =
-      heads_in_cache(a.n_queries, 4 * DIM * (a.n_heads / a.n_kv_heads), a.n_kv_heads, 1, lists.n_dkv);
-  const auto kernel = attention_dkv_sm90<Shape>;
-  const int n_blocks = start_queue(g.queue, stream);
-  if (n_blocks < 1 ||
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::shared_bytes) != cudaSuccess)
-    return EGI_CUDA_FAILED;
-  kernel<<<static_cast<unsigned>(n_blocks), Shape::threads, Shape::shared_bytes, stream>>>(g);
-  return cudaGetLastError() == cudaSuccess ? EGI_CUDA_OK : EGI_CUDA_FAILED;
+  const plan_lists lists = carve_plan(a, a.plan);
+  const int n_tiles = static_cast<int>((a.n_keys + Shape::keys - 1) / Shape::keys); /* without cuts */
+  g.queue = {lists.states + LIST_DKV, lists.tiles[LIST_DKV], a.n_kv_heads,
+             heads_in_cache(a.n_queries, 4 * DIM * (a.n_heads / a.n_kv_heads), a.n_kv_heads, 1, n_tiles)};
+  return launch_persistent<Shape>(attention_dkv_sm90<Shape>, g,
+                                  static_cast<int64_t>(lists.most_tiles[LIST_DKV]) * a.n_kv_heads, stream);
 }
 
 template <class Element> egi_cuda_status choose(const egi_cuda_attention &a, cudaStream_t stream) {

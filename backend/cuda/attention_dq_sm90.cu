@@ -11,7 +11,7 @@ template <class Element_, int DIM, bool HAS_CAP> struct dq_shape {
   using Element = Element_;
   static constexpr int dim = DIM, panels = DIM / 64, n_stages = 3, own_stages = 2;
   static constexpr int groups = dq_tile(DIM).groups, keys = dq_tile(DIM).step;
-  static constexpr bool has_cap = HAS_CAP;
+  static constexpr bool has_cap = HAS_CAP, takes_turns = DIM == 64;
   static constexpr int queries = 64 * groups, threads = WARPGROUP * (groups + 1);
   static constexpr int q_panel = queries * panel_row_bytes, kv_panel = keys * panel_row_bytes;
   static constexpr int q_bytes = panels * q_panel, kv_bytes = panels * kv_panel;
@@ -29,50 +29,19 @@ struct dq_arguments {
   CUtensorMap q, d_out, k, v, d_q;
   egi_cuda_attention a;
   work_queue queue;
+  head_packing packing;
   const float2 *row_pairs;
   int64_t padded_rows;
 };
 
 template <class Shape>
-__device__ __forceinline__ void produce(const dq_arguments &g, const pipeline<Shape> &b, work_slot *slots) {
-  const egi_cuda_attention &a = g.a;
-  const int lane = threadIdx.x & 31, group_heads = a.n_heads / a.n_kv_heads;
-  ring<Shape::n_stages> pipe;
-  ring<WORK_SLOTS> slot;
-  ring<Shape::own_stages> rows;
-  work_feed feed;
-  feed.start(g.queue, lane);
-  for (;;) {
-    tile_plan plan;
-    barrier_wait(b.slot_empty(slot.stage), slot.phase ^ 1);
-    const int head = feed.hand_on(g.queue, lane, slots + slot.stage, plan);
-    barrier_arrive_warp(b.slot_full(slot.stage), lane);
-    slot.advance();
-    if (head < 0) return;
-    if (lane == 0) {
-      const int kv_head = head / group_heads;
-      const unsigned to = b.base + rows.stage * Shape::row_bytes;
-      barrier_wait(b.own_empty(rows.stage), rows.phase ^ 1);
-      barrier_expect(b.own_full(rows.stage), Shape::row_bytes);
-      copy_tile<Shape::panels>(to, &g.q, b.own_full(rows.stage), plan.first_row, head, Shape::q_panel);
-      copy_tile<Shape::panels>(to + Shape::d_out_at, &g.d_out, b.own_full(rows.stage), plan.first_row, head,
-                               Shape::q_panel);
-      for (int j = 0; j < plan.n_steps; j++) {
-        const int row = plan.anchor - Shape::keys * (j + 1);
-        barrier_wait(b.first_empty(pipe.stage), pipe.phase ^ 1);
-        barrier_expect(b.first_full(pipe.stage), Shape::kv_bytes);
-        copy_tile<Shape::panels>(b.base + Shape::k_at + pipe.stage * Shape::kv_bytes, &g.k, b.first_full(pipe.stage),
-                                 row, kv_head, Shape::kv_panel);
-        barrier_wait(b.second_empty(pipe.stage), pipe.phase ^ 1);
-        barrier_expect(b.second_full(pipe.stage), Shape::kv_bytes);
-        copy_tile<Shape::panels>(b.base + Shape::v_at + pipe.stage * Shape::kv_bytes, &g.v, b.second_full(pipe.stage),
-                                 row, kv_head, Shape::kv_panel);
-        pipe.advance();
-      }
-    }
-    rows.advance();
-    __syncwarp();
-  }
+__device__ __forceinline__ void load_rows(const dq_arguments &g, const pipeline<Shape> &b, work_slot *slots) {
+  hand_out<Shape, true>(g.queue, b, slots, Shape::row_bytes, [&](int first_row, int head, int stage) {
+    const unsigned to = b.base + stage * Shape::row_bytes, full = b.own_full(stage);
+    const int first_head = head * g.packing.n_heads;
+    copy_packed<Shape::groups, Shape::panels>(to, &g.q, full, first_row, first_head, g.packing);
+    copy_packed<Shape::groups, Shape::panels>(to + Shape::d_out_at, &g.d_out, full, first_row, first_head, g.packing);
+  });
 }
 
 struct row_view {
@@ -86,28 +55,63 @@ template <class Shape> struct consumer {
   int group, warp, lane;
   ring<Shape::n_stages> k, v;
   ring<Shape::own_stages> rows;
+  using row_tile = float[Shape::keys / 2];
+  using packed_tile = unsigned[Shape::keys / 4];
+  using sum_tile = float[Shape::dim / 2];
 
+  __device__ __forceinline__ void wait_turn() const {
+    if (Shape::takes_turns) named_sync(1 + Shape::groups + group, 2 * WARPGROUP);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if (Shape::takes_turns) named_arrive(2 * Shape::groups - group, 2 * WARPGROUP);
+  }
+  __device__ __forceinline__ void free_k() {
+    barrier_arrive_warp(b.first_empty(k.stage), lane);
+    k.advance();
+  }
+  __device__ __forceinline__ void free_v() {
+    barrier_arrive_warp(b.second_empty(v.stage), lane);
+    v.advance();
+  }
+  /* Tiles that only other warpgroups need. */
+  __device__ __forceinline__ void skip_v(int n) {
+    for (int j = 0; j < n; j++) {
+      barrier_wait(b.second_full(v.stage), v.phase);
+      free_v();
+    }
+  }
   __device__ __forceinline__ void skip(int n) {
     for (int j = 0; j < n; j++) {
+      wait_turn();
+      pass_turn();
       barrier_wait(b.first_full(k.stage), k.phase);
-      barrier_arrive_warp(b.first_empty(k.stage), lane);
-      k.advance();
-      barrier_wait(b.second_full(v.stage), v.phase);
-      barrier_arrive_warp(b.second_empty(v.stage), lane);
-      v.advance();
+      free_k();
+      skip_v(1);
     }
+  }
+  /* Tiles of k after the one still held; returns the place of the tile behind them. */
+  __device__ __forceinline__ ring<Shape::n_stages> pass_k(int n) const {
+    ring<Shape::n_stages> next = k;
+    next.advance();
+    for (int j = 0; j < n; j++) {
+      wait_turn();
+      pass_turn();
+      barrier_wait(b.first_full(next.stage), next.phase);
+      barrier_arrive_warp(b.first_empty(next.stage), lane);
+      next.advance();
+    }
+    return next;
   }
   __device__ __forceinline__ unsigned own_rows(int stage) const {
     return b.base + stage * Shape::row_bytes + group * 64 * panel_row_bytes;
   }
-  __device__ __forceinline__ void start_scores(float (&s)[Shape::keys / 2], const ring<Shape::n_stages> &at) const {
-    barrier_wait(b.first_full(at.stage), at.phase);
+  __device__ __forceinline__ void start_scores(row_tile &s, const ring<Shape::n_stages> &at) const {
     wgmma_fence();
     multiply_columns<typename Shape::Element, Shape::dim>(
         s, own_rows(rows.stage), Shape::q_panel, b.base + Shape::k_at + at.stage * Shape::kv_bytes, Shape::kv_panel);
     wgmma_commit();
   }
-  __device__ __forceinline__ void start_d_weights(float (&dp)[Shape::keys / 2]) const {
+  __device__ __forceinline__ void start_d_weights(row_tile &dp) const {
     barrier_wait(b.second_full(v.stage), v.phase);
     wgmma_fence();
     multiply_columns<typename Shape::Element, Shape::dim>(dp, own_rows(rows.stage) + Shape::d_out_at, Shape::q_panel,
@@ -115,12 +119,12 @@ template <class Shape> struct consumer {
                                                           Shape::kv_panel);
     wgmma_commit();
   }
-  __device__ __forceinline__ void start_dq(float (&dq)[Shape::dim / 2], const unsigned (&ds)[Shape::keys / 4]) const {
+  __device__ __forceinline__ void start_dq(sum_tile &dq, const packed_tile &ds) const {
     multiply_rows<typename Shape::Element, Shape::keys>(dq, ds, b.base + Shape::k_at + k.stage * Shape::kv_bytes);
     wgmma_commit();
   }
   /* Scores to probabilities; with a cap only to its tanh: registers do not hold the slope as well. */
-  __device__ __forceinline__ void weigh(float (&s)[Shape::keys / 2], const row_view &view, int j) const {
+  __device__ __forceinline__ void weigh(row_tile &s, const row_view &view, int j) const {
     const egi_cuda_attention &a = g.a;
     const float scale = a.scale * log2_e;
     if (Shape::has_cap) {
@@ -139,10 +143,9 @@ template <class Shape> struct consumer {
     }
   }
   /* d_out v^T has arrived: score gradients (before the factor `scale`), packed; v's tile is free. */
-  __device__ __forceinline__ void differentiate(const float (&s)[Shape::keys / 2], float (&dp)[Shape::keys / 2],
-                                                const row_view &view, unsigned (&ds)[Shape::keys / 4]) {
-    barrier_arrive_warp(b.second_empty(v.stage), lane);
-    v.advance();
+  __device__ __forceinline__ void differentiate(const row_tile &s, row_tile &dp, const row_view &view,
+                                                packed_tile &ds) {
+    free_v();
     const float outer = g.a.softcap * log2_e;
 #pragma unroll
     for (int i = 0; i < Shape::keys / 2; i++) {
@@ -153,44 +156,50 @@ template <class Shape> struct consumer {
     }
     pack_tile<typename Shape::Element>(dp, ds);
   }
-  __device__ __forceinline__ void free_k() {
-    barrier_arrive_warp(b.first_empty(k.stage), lane);
-    k.advance();
-  }
-  /* Goes on from the first tile's products, which are in flight. Each turn queues three and ends with none in flight.
-   */
-  __device__ __forceinline__ void walk(float (&s)[Shape::keys / 2], float (&dp)[Shape::keys / 2],
-                                       float (&dq)[Shape::dim / 2], const row_view &view, int begin, int end) {
-    unsigned ds[Shape::keys / 4];
+  /* The first tile's products alone, to score gradients; k's tile stays held. */
+  __device__ __forceinline__ void step_alone(row_tile &s, row_tile &dp, packed_tile &ds, const row_view &view, int j) {
+    wait_turn();
+    start_scores(s, k);
+    start_d_weights(dp);
+    pass_turn();
     wgmma_wait<1>(s);
-    weigh(s, view, begin);
+    weigh(s, view, j);
     wgmma_wait<0>(dp);
     differentiate(s, dp, view, ds);
-    for (int j = begin + 1; j < end; j++) {
-      ring<Shape::n_stages> next = k;
-      next.advance();
-      start_scores(s, next);
-      start_dq(dq, ds);
-      start_d_weights(dp);
-      wgmma_wait<2>(s);
-      weigh(s, view, j);
-      wgmma_wait<0>(dp);
-      free_k();
-      differentiate(s, dp, view, ds);
-    }
+  }
+  /* Products of tile j, at `next`, and d_q's of the tile before, whose place then is free. */
+  __device__ __forceinline__ void step(row_tile &s, row_tile &dp, sum_tile &dq, packed_tile &ds, const row_view &view,
+                                       int j, ring<Shape::n_stages> next, int freed) {
+    barrier_wait(b.first_full(next.stage), next.phase);
+    wait_turn();
+    start_scores(s, next);
+    start_dq(dq, ds);
+    start_d_weights(dp);
+    pass_turn();
+    if (freed >= 0) free_rows(freed);
+    wgmma_wait<2>(s);
+    weigh(s, view, j);
+    if (!Shape::has_cap) hold(s, -g.a.scale);
+    wgmma_wait<0>(dp);
+    barrier_arrive_warp(b.first_empty(k.stage), lane);
+    k = next;
+    differentiate(s, dp, view, ds);
+  }
+  /* d_q of an item's last tile alone. */
+  __device__ __forceinline__ void end_walk(sum_tile &dq, const packed_tile &ds) {
     wgmma_fence();
     start_dq(dq, ds);
     wgmma_wait<0>(dq);
     free_k();
-#pragma unroll
-    for (int i = 0; i < Shape::dim / 2; i++) dq[i] *= g.a.scale; /* here: the compiler would not let it pass products */
   }
-  /* Sends d_q out through the item's own rows of q, in row stage `stage`, and frees that. */
-  __device__ __forceinline__ void finish(const float (&dq)[Shape::dim / 2], int stage, int first_row, int head) const {
-    const float factor[2] = {1.0f, 1.0f};
+  /* Sends d_q out through the item's own rows of q, in row stage `stage`. */
+  __device__ __forceinline__ void finish(const sum_tile &dq, int stage, int first_row, int head) const {
+    const float factor[2] = {g.a.scale, g.a.scale};
     named_sync(1 + group, WARPGROUP); /* the warpgroup is done with them */
     store_tile<typename Shape::Element>(dq, factor, own_rows(stage) + STORE_ROWS * warp * panel_row_bytes,
                                         Shape::q_panel, {&g.d_q, first_row, head}, lane);
+  }
+  __device__ __forceinline__ void free_rows(int stage) const {
     if (lane == 0) store_wait_read();
     barrier_arrive_warp(b.own_empty(stage), lane);
   }
@@ -203,12 +212,13 @@ __device__ __forceinline__ void find_rows(const dq_arguments &g, int head, int f
   for (int r = 0; r < 2; r++) {
     const int row = first_row + 8 * r + (lane >> 2);
     row_limits(g.a, row, offset, view.low[r], view.high[r]);
-    const float2 pair = g.row_pairs[head * g.padded_rows + row];
+    const float2 pair = __ldcg(g.row_pairs + head * g.padded_rows + row);
     view.lse[r] = pair.x;
     view.delta[r] = pair.y;
   }
 }
 
+/* Items follow each other without a break, as in forward: d_q's last product of one runs with the first of the next. */
 template <class Shape>
 __device__ __forceinline__ void consume(const dq_arguments &g, const pipeline<Shape> &b, const work_slot *slots) {
   const int warp = warp_number();
@@ -216,64 +226,75 @@ __device__ __forceinline__ void consume(const dq_arguments &g, const pipeline<Sh
   const int offset = query_offset(g.a);
   ring<WORK_SLOTS> slot;
   float s[Shape::keys / 2], dp[Shape::keys / 2], dq[Shape::dim / 2];
-  int head_before = -1, row_before = 0, stage_before = 0;
+  unsigned ds[Shape::keys / 4];
+  int head_before = -1, row_before = 0;
+  bool is_open = false; /* d_q of the item before lacks its last tile */
+  if (me.group == Shape::groups - 1) me.pass_turn();
   for (;;) {
-    barrier_wait(b.slot_full(slot.stage), slot.phase);
-    const tile_plan *plan = &slots[slot.stage].plan;
-    const int tile = plan->first_row, head = slots[slot.stage].head, n_tiles = plan->n_steps;
-    const int begin = plan->begin[me.group], end = plan->end[me.group];
+    const item_view item = take_item(b, slots, slot, me.group, me.lane);
+    const int head = item.head, n_tiles = item.n_steps, begin = item.begin, end = item.end;
     row_view view;
-    view.edge = plan->edge[me.group];
-    view.anchor = plan->anchor;
-    barrier_arrive_warp(b.slot_empty(slot.stage), me.lane);
-    slot.advance();
-    if (head < 0) break;
-    const int first_row = tile + 64 * me.group + STORE_ROWS * me.warp;
-    view.first_position = tile + 64 * me.group + offset;
-    find_rows(g, head, first_row, offset, me.lane, view);
-    barrier_wait(b.own_full(me.rows.stage), me.rows.phase);
-    me.skip(begin);
-    if (begin < end) {
-      me.start_scores(s, me.k);
-      me.start_d_weights(dp);
-      if (head_before >= 0) me.finish(dq, stage_before, row_before, head_before); /* under this item's first products */
-      reset(dq);
-      me.walk(s, dp, dq, view, begin, end);
-    } else {
-      if (head_before >= 0) me.finish(dq, stage_before, row_before, head_before);
-      reset(dq);
+    view.edge = item.edge;
+    view.anchor = item.anchor;
+    const bool goes_on = is_open && head >= 0 && begin < end && begin <= Shape::n_stages - 2;
+    const int stage_before = me.rows.stage;
+    if (!goes_on) {
+      if (is_open) me.end_walk(dq, ds);
+      if (head_before >= 0) {
+        me.finish(dq, stage_before, row_before, head_before);
+        me.free_rows(stage_before);
+      }
     }
-    me.skip(n_tiles - end);
-    head_before = head;
-    row_before = first_row;
-    stage_before = me.rows.stage;
-    me.rows.advance();
+    if (head < 0) break;
+    if (head_before >= 0) me.rows.advance();
+    const warp_rows rows = find_warp_rows(item, g.packing, me.group, me.warp);
+    view.first_position = rows.first_token + offset;
+    find_rows(g, rows.head, rows.first_row, offset, me.lane, view);
+    barrier_wait(b.own_full(me.rows.stage), me.rows.phase);
+    int freed = -1;
+    if (goes_on) {
+      const ring<Shape::n_stages> next = me.pass_k(begin);
+      me.skip_v(begin);
+      me.step(s, dp, dq, ds, view, begin, next, -1);
+      me.finish(dq, stage_before, row_before, head_before);
+      freed = stage_before;
+    } else {
+      me.skip(begin);
+      if (begin < end) {
+        barrier_wait(b.first_full(me.k.stage), me.k.phase);
+        me.step_alone(s, dp, ds, view, begin);
+      }
+    }
+    reset(dq);
+    for (int j = begin + 1; j < end; j++) {
+      me.step(s, dp, dq, ds, view, j, me.pass_k(0), freed);
+      freed = -1;
+    }
+    if (freed >= 0) me.free_rows(freed);
+    is_open = begin < end;
+    if (n_tiles > end) { /* the rest of the item's tiles */
+      if (is_open) me.end_walk(dq, ds);
+      is_open = false;
+      me.skip(n_tiles - end);
+    }
+    head_before = rows.head;
+    row_before = rows.first_row;
   }
-  if (head_before >= 0) me.finish(dq, stage_before, row_before, head_before);
+  if (me.group == 0) me.wait_turn();
 }
 
 template <class Shape>
 __global__ void __launch_bounds__(Shape::threads, 1) attention_dq_sm90(const __grid_constant__ dq_arguments g) {
-  extern __shared__ unsigned char shared[];
-  const unsigned raw = static_cast<unsigned>(__cvta_generic_to_shared(shared)), base = (raw + 1023u) & ~1023u;
-  const pipeline<Shape> b = {base};
-  work_slot *slots = reinterpret_cast<work_slot *>(shared + (base - raw) + Shape::slots_at);
-  if (threadIdx.x == 0) {
-    prefetch_map(&g.q);
-    prefetch_map(&g.d_out);
-    prefetch_map(&g.k);
-    prefetch_map(&g.v);
-    prefetch_map(&g.d_q);
-    b.init();
-  }
-  __syncthreads();
+  const block_memory<Shape> m = set_up<Shape>(&g.q, &g.d_out, &g.k, &g.v, &g.d_q);
   if (threadIdx.x < WARPGROUP) {
     give_registers<40>();
-    if (threadIdx.x < 32) produce<Shape>(g, b, slots);
+    if (warp_number() == 0) load_rows(g, m.b, m.slots);
+    if (warp_number() == 1) load_keys(m.b, m.slots, &g.k, &g.v, g.a.n_heads / g.a.n_kv_heads / g.packing.n_heads);
   } else {
     take_registers<232>();
-    consume<Shape>(g, b, slots);
+    consume(g, m.b, m.slots);
   }
+  await_kernel_before();
 }
 
 template <class Element, int DIM, bool HAS_CAP>
@@ -282,24 +303,21 @@ egi_cuda_status launch(const egi_cuda_attention &a, cudaStream_t stream) {
   const attention_workspace w = carve_workspace(a, true);
   dq_arguments g = {};
   g.a = a;
+  const int packed = count_packed_heads(a);
+  g.packing = {packed, 64 / packed};
   const row_extent queries = {a.n_queries, a.n_heads, DIM}, keys = {a.n_keys, a.n_kv_heads, DIM};
-  if (!make_row_map(&g.q, a.q, queries, a.dtype, Shape::queries) ||
-      !make_row_map(&g.d_out, a.d_out, queries, a.dtype, Shape::queries) ||
+  if (!make_row_map(&g.q, a.q, queries, a.dtype, g.packing.tokens) ||
+      !make_row_map(&g.d_out, a.d_out, queries, a.dtype, g.packing.tokens) ||
       !make_row_map(&g.k, a.k, keys, a.dtype, Shape::keys) || !make_row_map(&g.v, a.v, keys, a.dtype, Shape::keys) ||
       !make_row_map(&g.d_q, a.d_q, queries, a.dtype, STORE_ROWS))
     return EGI_CUDA_FAILED;
   g.row_pairs = w.row_pairs;
   g.padded_rows = w.padded_rows;
-  const plan_lists lists = carve_plan(a, const_cast<void *>(a.plan));
-  g.queue = make_queue(w.counters + COUNTER_DQ, lists.dq, lists.n_dq, a.n_heads);
-  g.queue.heads_per_group = heads_in_cache(a.n_keys, 4 * DIM, a.n_heads, a.n_heads / a.n_kv_heads, lists.n_dq);
-  const auto kernel = attention_dq_sm90<Shape>;
-  const int n_blocks = start_queue(g.queue, stream);
-  if (n_blocks < 1 ||
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::shared_bytes) != cudaSuccess)
-    return EGI_CUDA_FAILED;
-  kernel<<<static_cast<unsigned>(n_blocks), Shape::threads, Shape::shared_bytes, stream>>>(g);
-  return cudaGetLastError() == cudaSuccess ? EGI_CUDA_OK : EGI_CUDA_FAILED;
+  const plan_lists lists = carve_plan(a, a.plan);
+  const int n_heads = a.n_heads / packed, n_tiles = lists.most_tiles[LIST_DQ];
+  g.queue = {lists.states + LIST_DQ, lists.tiles[LIST_DQ], n_heads,
+             heads_in_cache(a.n_keys, 4 * DIM, n_heads, n_heads / a.n_kv_heads, n_tiles)};
+  return launch_persistent<Shape>(attention_dq_sm90<Shape>, g, static_cast<int64_t>(n_tiles) * n_heads, stream);
 }
 
 template <class Element> egi_cuda_status choose(const egi_cuda_attention &a, cudaStream_t stream) {

@@ -12,7 +12,7 @@ template <class Element_, int DIM, bool HAS_CAP> struct forward_shape {
   using Element = Element_;
   static constexpr int dim = DIM, panels = DIM / 64, groups = forward_tile(DIM).groups, keys = forward_tile(DIM).step;
   static constexpr int n_stages = DIM == 128 ? 2 : 4, own_stages = 2;
-  static constexpr bool has_cap = HAS_CAP, takes_turns = DIM == 128;
+  static constexpr bool has_cap = HAS_CAP;
   static constexpr int queries = 64 * groups, threads = WARPGROUP * (groups + 1);
   static constexpr int producer_registers = groups == 2 ? 40 : 32, consumer_registers = groups == 2 ? 232 : 160;
   static constexpr int q_panel = queries * panel_row_bytes, kv_panel = keys * panel_row_bytes;
@@ -34,45 +34,11 @@ struct forward_arguments {
 };
 
 template <class Shape>
-__device__ __forceinline__ void produce(const forward_arguments &g, const pipeline<Shape> &b, work_slot *slots) {
-  const egi_cuda_attention &a = g.a;
-  const int lane = threadIdx.x & 31, group_heads = a.n_heads / a.n_kv_heads;
-  ring<Shape::n_stages> pipe;
-  ring<WORK_SLOTS> slot;
-  ring<Shape::own_stages> q;
-  work_feed feed;
-  feed.start(g.queue, lane);
-  for (;;) {
-    tile_plan plan;
-    barrier_wait(b.slot_empty(slot.stage), slot.phase ^ 1);
-    const int head = feed.hand_on(g.queue, lane, slots + slot.stage, plan);
-    barrier_arrive_warp(b.slot_full(slot.stage), lane);
-    slot.advance();
-    if (head < 0) return;
-    if (lane == 0) {
-      const int kv_head = head * g.packing.n_heads / group_heads;
-      for (int j = 0; j < plan.n_steps; j++) {
-        const int row = plan.anchor - Shape::keys * (j + 1);
-        barrier_wait(b.first_empty(pipe.stage), pipe.phase ^ 1);
-        barrier_expect(b.first_full(pipe.stage), Shape::kv_bytes);
-        copy_tile<Shape::panels>(b.base + Shape::k_at + pipe.stage * Shape::kv_bytes, &g.k, b.first_full(pipe.stage),
-                                 row, kv_head, Shape::kv_panel);
-        if (j == 0) {
-          barrier_wait(b.own_empty(q.stage), q.phase ^ 1);
-          barrier_expect(b.own_full(q.stage), Shape::q_bytes);
-          copy_packed<Shape::groups, Shape::panels>(b.base + q.stage * Shape::q_bytes, &g.q, b.own_full(q.stage),
-                                                    plan.first_row, head * g.packing.n_heads, g.packing);
-        }
-        barrier_wait(b.second_empty(pipe.stage), pipe.phase ^ 1);
-        barrier_expect(b.second_full(pipe.stage), Shape::kv_bytes);
-        copy_tile<Shape::panels>(b.base + Shape::v_at + pipe.stage * Shape::kv_bytes, &g.v, b.second_full(pipe.stage),
-                                 row, kv_head, Shape::kv_panel);
-        pipe.advance();
-      }
-    }
-    if (plan.n_steps > 0) q.advance();
-    __syncwarp();
-  }
+__device__ __forceinline__ void load_rows(const forward_arguments &g, const pipeline<Shape> &b, work_slot *slots) {
+  hand_out<Shape, true>(g.queue, b, slots, Shape::q_bytes, [&](int first_row, int head, int stage) {
+    copy_packed<Shape::groups, Shape::panels>(b.base + stage * Shape::q_bytes, &g.q, b.own_full(stage), first_row,
+                                              head * g.packing.n_heads, g.packing);
+  });
 }
 
 /* One warpgroup's view of the current item. */
@@ -89,11 +55,9 @@ template <class Shape> struct consumer {
   ring<Shape::n_stages> k, v;
   ring<Shape::own_stages> q;
 
-  __device__ __forceinline__ void wait_turn() const {
-    if (Shape::takes_turns) named_sync(1 + group, 2 * WARPGROUP);
-  }
+  __device__ __forceinline__ void wait_turn() const { named_sync(1 + group, 2 * WARPGROUP); }
   __device__ __forceinline__ void pass_turn() const {
-    if (Shape::takes_turns) named_arrive(1 + (group + 1 == Shape::groups ? 0 : group + 1), 2 * WARPGROUP);
+    named_arrive(1 + (group + 1 == Shape::groups ? 0 : group + 1), 2 * WARPGROUP);
   }
   __device__ __forceinline__ void free_k() {
     barrier_arrive_warp(b.first_empty(k.stage), lane);
@@ -103,13 +67,17 @@ template <class Shape> struct consumer {
     barrier_arrive_warp(b.second_empty(v.stage), lane);
     v.advance();
   }
-  /* Tiles that other warpgroups need: keep in step. */
-  __device__ __forceinline__ void skip(int n) {
+  /* Tiles that only other warpgroups need: keep in step. */
+  __device__ __forceinline__ void skip_k(int n) {
     for (int j = 0; j < n; j++) {
       wait_turn();
       pass_turn();
       barrier_wait(b.first_full(k.stage), k.phase);
       free_k();
+    }
+  }
+  __device__ __forceinline__ void skip_v(int n) {
+    for (int j = 0; j < n; j++) {
       barrier_wait(b.second_full(v.stage), v.phase);
       free_v();
     }
@@ -137,39 +105,42 @@ template <class Shape> struct consumer {
     }
     softmax_tile(s, state, correction, Shape::has_cap ? 1.0f : a.scale * log2_e);
   }
-  __device__ __forceinline__ void start_first(float (&s)[64]) const {
+  /* The same where no values are held back: any number of tiles. */
+  __device__ __forceinline__ void skip(int n) {
+    for (int j = 0; j < n; j++) {
+      skip_k(1);
+      skip_v(1);
+    }
+  }
+  /* The scores of a tile alone, to exponentials. */
+  __device__ __forceinline__ void step_alone(float (&s)[64], const row_view &view, int j, softmax_state &state) {
+    float correction[2];
     barrier_wait(b.first_full(k.stage), k.phase);
     wait_turn();
     start_scores(s);
     pass_turn();
-  }
-  /* Goes on from the first tile's scores, which are in flight. */
-  __device__ __forceinline__ void walk(float (&s)[64], float (&out)[Shape::dim / 2], softmax_state &state,
-                                       const row_view &view, int begin, int end) {
-    float correction[2];
-    unsigned weights[32];
     wgmma_wait<0>(s);
     free_k();
-    weigh(s, view, begin, state, correction);
-    pack_tile<typename Shape::Element>(s, weights);
-    for (int j = begin + 1; j < end; j++) {
-      barrier_wait(b.first_full(k.stage), k.phase);
-      wait_turn();
-      start_scores(s);
-      barrier_wait(b.second_full(v.stage), v.phase);
-      start_output(out, weights);
-      pass_turn();
-      wgmma_wait<1>(s);
-      free_k();
-      weigh(s, view, j, state, correction);
-      wgmma_wait<0>(out);
-      free_v();
-      if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
-#pragma unroll
-        for (int i = 0; i < Shape::dim / 2; i++) out[i] *= correction[(i >> 1) & 1];
-      }
-      pack_tile<typename Shape::Element>(s, weights);
-    }
+    weigh(s, view, j, state, correction);
+  }
+  /* The scores of tile j, to exponentials, and under these the values of the tile before. */
+  __device__ __forceinline__ void step(float (&s)[64], float (&out)[Shape::dim / 2], const unsigned (&weights)[32],
+                                       const row_view &view, int j, softmax_state &state, float (&correction)[2]) {
+    barrier_wait(b.first_full(k.stage), k.phase);
+    wait_turn();
+    start_scores(s);
+    barrier_wait(b.second_full(v.stage), v.phase);
+    start_output(out, weights);
+    pass_turn();
+    wgmma_wait<1>(s);
+    free_k();
+    weigh(s, view, j, state, correction);
+    hold(state.sum[0] + state.sum[1], -g.a.scale);
+    wgmma_wait<0>(out);
+    free_v();
+  }
+  /* The values of an item's last tile alone. */
+  __device__ __forceinline__ void end_walk(float (&out)[Shape::dim / 2], const unsigned (&weights)[32]) {
     barrier_wait(b.second_full(v.stage), v.phase);
     wgmma_fence();
     start_output(out, weights);
@@ -195,56 +166,81 @@ template <class Shape> struct consumer {
   }
 };
 
+/* Items follow each other without a break: the last values of one are multiplied with the first scores of the next.
+ * Only where too many tiles lie between them for the ring (`gap`), or there is nothing to see, does an item end by
+ * itself. */
 template <class Shape>
 __device__ __forceinline__ void consume(const forward_arguments &g, const pipeline<Shape> &b, const work_slot *slots) {
   const int warp = warp_number();
   consumer<Shape> me = {g, b, (warp >> 2) - 1, warp & 3, static_cast<int>(threadIdx.x) & 31};
   const int offset = query_offset(g.a);
   ring<WORK_SLOTS> slot;
-  float s[64], out[Shape::dim / 2];
+  float s[64], out[Shape::dim / 2], correction[2];
+  unsigned weights[32];
   softmax_state state;
-  int head_before = -1, row_before = 0;
+  int head_before = -1, row_before = 0, n_left = 0; /* tiles of the item before whose values are to be passed */
+  bool is_open = false;                             /* values of the item before are still to be multiplied */
   if (me.group == Shape::groups - 1) me.pass_turn();
   for (;;) {
-    barrier_wait(b.slot_full(slot.stage), slot.phase);
-    const tile_plan *plan = &slots[slot.stage].plan;
-    const int tile = plan->first_row, head = slots[slot.stage].head, n_tiles = plan->n_steps;
-    const int begin = plan->begin[me.group], end = plan->end[me.group];
+    const item_view item = take_item(b, slots, slot, me.group, me.lane);
+    const int head = item.head, n_tiles = item.n_steps, begin = item.begin, end = item.end;
     row_view view;
-    view.edge = plan->edge[me.group];
-    view.anchor = plan->anchor;
-    barrier_arrive_warp(b.slot_empty(slot.stage), me.lane);
-    slot.advance();
-    if (head < 0) break;
-    const int first_token = tile + g.packing.tokens * me.group, row_in_group = STORE_ROWS * me.warp;
-    const int first_row = first_token + row_in_group % g.packing.tokens;
-    const int own_head = head * g.packing.n_heads + row_in_group / g.packing.tokens;
-    view.first_position = first_token + offset;
-#pragma unroll
-    for (int r = 0; r < 2; r++) row_limits(g.a, first_row + 8 * r + (me.lane >> 2), offset, view.low[r], view.high[r]);
-
-    if (n_tiles > 0) barrier_wait(b.own_full(me.q.stage), me.q.phase);
-    me.skip(begin);
-    if (begin < end) {
-      me.start_first(s);
-      if (head_before >= 0) me.finish(out, state, row_before, head_before); /* under this item's first product */
-      reset(out);
-      state = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}};
-      me.walk(s, out, state, view, begin, end);
-    } else {
+    view.edge = item.edge;
+    view.anchor = item.anchor;
+    const int gap = n_left + begin;
+    const bool goes_on = is_open && head >= 0 && begin < end && gap < Shape::n_stages;
+    if (!goes_on) {
+      if (is_open) me.end_walk(out, weights);
+      me.skip_v(n_left);
       if (head_before >= 0) me.finish(out, state, row_before, head_before);
-      reset(out);
-      state = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}};
     }
-    me.skip(n_tiles - end);
-    if (n_tiles > 0) {
-      barrier_arrive_warp(b.own_empty(me.q.stage), me.lane);
-      me.q.advance();
+    if (head < 0) break;
+    const warp_rows rows = find_warp_rows(item, g.packing, me.group, me.warp);
+    view.first_position = rows.first_token + offset;
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      row_limits(g.a, rows.first_row + 8 * r + (me.lane >> 2), offset, view.low[r], view.high[r]);
+
+    barrier_wait(b.own_full(me.q.stage), me.q.phase);
+    softmax_state fresh = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}};
+    if (goes_on) {
+      me.skip_k(begin);
+      me.step(s, out, weights, view, begin, fresh, correction);
+      pack_tile<typename Shape::Element>(s, weights);
+      me.skip_v(gap);
+      me.finish(out, state, row_before, head_before);
+    } else {
+      me.skip(begin);
+      if (begin < end) {
+        me.step_alone(s, view, begin, fresh);
+        pack_tile<typename Shape::Element>(s, weights);
+      }
     }
-    head_before = own_head;
-    row_before = first_row;
+    reset(out);
+    state = fresh;
+    for (int j = begin + 1; j < end; j++) {
+      me.step(s, out, weights, view, j, state, correction);
+      if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < Shape::dim / 2; i++) out[i] *= correction[(i >> 1) & 1];
+      }
+      pack_tile<typename Shape::Element>(s, weights);
+    }
+    is_open = begin < end;
+    n_left = n_tiles - end;
+    if (is_open && n_left < Shape::n_stages) {
+      me.skip_k(n_left);
+    } else { /* the producer waits for values to be passed */
+      if (is_open) me.end_walk(out, weights);
+      me.skip(n_left);
+      is_open = false;
+      n_left = 0;
+    }
+    barrier_arrive_warp(b.own_empty(me.q.stage), me.lane);
+    me.q.advance();
+    head_before = rows.head;
+    row_before = rows.first_row;
   }
-  if (head_before >= 0) me.finish(out, state, row_before, head_before);
   if (me.group == 0) me.wait_turn();
   if (me.lane == 0) store_wait_read(); /* shared memory must outlive the copies out of it */
 }
@@ -252,24 +248,16 @@ __device__ __forceinline__ void consume(const forward_arguments &g, const pipeli
 template <class Shape>
 __global__ void __launch_bounds__(Shape::threads, 1)
     attention_forward_sm90(const __grid_constant__ forward_arguments g) {
-  extern __shared__ unsigned char shared[];
-  const unsigned raw = static_cast<unsigned>(__cvta_generic_to_shared(shared)), base = (raw + 1023u) & ~1023u;
-  const pipeline<Shape> b = {base};
-  work_slot *slots = reinterpret_cast<work_slot *>(shared + (base - raw) + Shape::slots_at);
-  if (threadIdx.x == 0) {
-    prefetch_map(&g.q);
-    prefetch_map(&g.k);
-    prefetch_map(&g.v);
-    prefetch_map(&g.out);
-    b.init();
-  }
-  __syncthreads();
+  const block_memory<Shape> m = set_up<Shape>(&g.q, &g.k, &g.v, &g.out);
+  await_kernel_before();
+  allow_kernel_after();
   if (threadIdx.x < WARPGROUP) {
     give_registers<Shape::producer_registers>();
-    if (threadIdx.x < 32) produce<Shape>(g, b, slots);
+    if (warp_number() == 0) load_rows(g, m.b, m.slots);
+    if (warp_number() == 1) load_keys(m.b, m.slots, &g.k, &g.v, g.a.n_heads / g.a.n_kv_heads / g.packing.n_heads);
   } else {
     take_registers<Shape::consumer_registers>();
-    consume<Shape>(g, b, slots);
+    consume(g, m.b, m.slots);
   }
 }
 
@@ -285,18 +273,11 @@ egi_cuda_status launch(const egi_cuda_attention &a, cudaStream_t stream) {
       !make_row_map(&g.k, a.k, keys, a.dtype, Shape::keys) || !make_row_map(&g.v, a.v, keys, a.dtype, Shape::keys) ||
       !make_row_map(&g.out, a.out, queries, a.dtype, STORE_ROWS))
     return EGI_CUDA_FAILED;
-  const plan_lists lists = carve_plan(a, const_cast<void *>(a.plan));
-  g.queue = make_queue(carve_workspace(a, false).counters + COUNTER_FORWARD, lists.forward, lists.n_forward,
-                       a.n_heads / packed);
-  g.queue.heads_per_group =
-      heads_in_cache(a.n_keys, 4 * DIM, a.n_heads / packed, a.n_heads / a.n_kv_heads / packed, lists.n_forward);
-  const auto kernel = attention_forward_sm90<Shape>;
-  const int n_blocks = start_queue(g.queue, stream);
-  if (n_blocks < 1 ||
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::shared_bytes) != cudaSuccess)
-    return EGI_CUDA_FAILED;
-  kernel<<<static_cast<unsigned>(n_blocks), Shape::threads, Shape::shared_bytes, stream>>>(g);
-  return cudaGetLastError() == cudaSuccess ? EGI_CUDA_OK : EGI_CUDA_FAILED;
+  const plan_lists lists = carve_plan(a, a.plan);
+  const int n_heads = a.n_heads / packed, n_tiles = lists.most_tiles[LIST_FORWARD];
+  g.queue = {lists.states + LIST_FORWARD, lists.tiles[LIST_FORWARD], n_heads,
+             heads_in_cache(a.n_keys, 4 * DIM, n_heads, n_heads / a.n_kv_heads, n_tiles)};
+  return launch_persistent<Shape>(attention_forward_sm90<Shape>, g, static_cast<int64_t>(n_tiles) * n_heads, stream);
 }
 
 template <class Element> egi_cuda_status choose(const egi_cuda_attention &a, cudaStream_t stream) {

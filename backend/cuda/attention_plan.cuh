@@ -37,35 +37,49 @@ inline int count_packed_heads(const egi_cuda_attention &a) {
  * needs steps begin[g] .. end[g] - 1 of 0 .. n_steps - 1. `edge` is the largest first key of its rows (query tiles) or
  * the smallest last query (key tiles): steps on the near side of it need no mask there. */
 struct tile_plan {
-  int first_row, n_steps, anchor;
+  int first_row, n_steps, anchor, end_row; /* rows first_row .. end_row - 1 */
   int begin[MAX_GROUPS], end[MAX_GROUPS], edge[MAX_GROUPS];
 };
 
+/* One list of tiles: how many there are, and the counter that hands them out, zero between launches. */
+struct list_state {
+  int n_tiles, next_item;
+};
+
+enum { LIST_FORWARD, LIST_DQ, LIST_DKV, N_LISTS };
+
 struct plan_lists {
-  tile_plan *forward, *dq, *dkv;
-  int n_forward, n_dq, n_dkv;
+  list_state *states; /* [N_LISTS] */
+  tile_plan *tiles[N_LISTS];
+  int most_tiles[N_LISTS];
+  int2 *key_rows; /* while key tiles are found: their rows */
   size_t size_bytes;
 };
+
+/* Key tiles end where documents do (plan_keys), but not before they have more than this many rows: a bound on their
+ * number. Their ends are multiples of it, since a warp writes that many rows at once. */
+enum { LEAST_ROWS = 16, CHUNK_ROWS = 1024 };
 
 inline plan_lists carve_plan(const egi_cuda_attention &a, void *memory) {
   plan_lists lists = {};
   if (a.head_dim != 64 && a.head_dim != 128) return lists;
   const int tokens = 64 / count_packed_heads(a);
-  const int forward_rows = tokens * forward_tile(a.head_dim).groups;
-  const int dq_rows = 64 * dq_tile(a.head_dim).groups, dkv_rows = 64 * dkv_tile(a.head_dim).groups;
-  lists.n_forward = static_cast<int>((a.n_queries + forward_rows - 1) / forward_rows);
-  lists.n_dq = static_cast<int>((a.n_queries + dq_rows - 1) / dq_rows);
-  lists.n_dkv = static_cast<int>((a.n_keys + dkv_rows - 1) / dkv_rows);
-  lists.forward = static_cast<tile_plan *>(memory);
-  lists.dq = lists.forward + lists.n_forward;
-  lists.dkv = lists.dq + lists.n_dq;
-  lists.size_bytes = static_cast<size_t>(lists.n_forward + lists.n_dq + lists.n_dkv) * sizeof(tile_plan);
+  const int forward_rows = tokens * forward_tile(a.head_dim).groups, dq_rows = tokens * dq_tile(a.head_dim).groups;
+  const int64_t n_chunks = (a.n_keys + CHUNK_ROWS - 1) / CHUNK_ROWS;
+  lists.most_tiles[LIST_FORWARD] = static_cast<int>((a.n_queries + forward_rows - 1) / forward_rows);
+  lists.most_tiles[LIST_DQ] = static_cast<int>((a.n_queries + dq_rows - 1) / dq_rows);
+  lists.most_tiles[LIST_DKV] = static_cast<int>((a.n_keys + LEAST_ROWS - 1) / LEAST_ROWS + n_chunks);
+  lists.states = static_cast<list_state *>(memory);
+  lists.key_rows = reinterpret_cast<int2 *>(static_cast<char *>(memory) + 64);
+  lists.size_bytes = 64 + static_cast<size_t>(lists.most_tiles[LIST_DKV]) * sizeof(int2);
+  for (int i = 0; i < N_LISTS; i++) {
+    lists.tiles[i] = reinterpret_cast<tile_plan *>(static_cast<char *>(memory) + lists.size_bytes);
+    lists.size_bytes += static_cast<size_t>(lists.most_tiles[i]) * sizeof(tile_plan);
+  }
   return lists;
 }
 
-enum plan_parts { PLAN_FORWARD = 1, PLAN_DQ = 2, PLAN_DKV = 4 };
-
-/* Fills the named lists. */
+/* Fills the lists whose bits, 1 << LIST_..., are in `parts`. */
 egi_cuda_status fill_plan(const egi_cuda_attention &a, const plan_lists &lists, int parts, cudaStream_t stream);
 
 } // namespace egi

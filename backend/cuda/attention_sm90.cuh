@@ -1,7 +1,7 @@
 /* What the Hopper attention kernels share besides products: barriers, the tensor copy engine, warpgroup roles, and the
- * work queue. A block stays on its multiprocessor; its producer warp takes work items from a counter in device memory
- * (results do not depend on who takes which), hands their plans on and starts the copies; consumer warpgroups compute.
- */
+ * work queue. A block stays on its multiprocessor; one producer warp takes work items from a counter in device memory
+ * (results do not depend on who takes which), hands their plans on and starts the copies of what the block owns,
+ * another those of what it walks; consumer warpgroups compute. */
 #ifndef ENGRAFT_BACKEND_CUDA_ATTENTION_SM90_CUH
 #define ENGRAFT_BACKEND_CUDA_ATTENTION_SM90_CUH
 
@@ -112,7 +112,7 @@ template <class Shape> struct pipeline {
     }
     for (int s = 0; s < WORK_SLOTS; s++) {
       barrier_init(slot_full(s), arrivals_of_warp);
-      barrier_init(slot_empty(s), arrivals);
+      barrier_init(slot_empty(s), arrivals + arrivals_of_warp);
     }
     barrier_init_fence();
   }
@@ -231,59 +231,171 @@ struct work_slot {
 };
 
 struct work_queue {
-  int *counter;
+  list_state *state;
   const tile_plan *plans;
-  int n_items, n_tiles, n_heads, heads_per_group;
+  int n_heads, heads_per_group;
 };
 
-/* The producer's view of the queue. Item numbers are asked for two items ahead and plans loaded one ahead, since each
- * takes a microsecond to come. Lanes hold one word of the plan each. */
+/* A producer's view of the queue: the item to hand on next and, one word a lane, its plan. A block takes blockIdx.x
+ * first and asks the counter once for each item it handed on, so who asked last is known, and sets it to zero. */
 struct work_feed {
-  int item, asked, word;
+  int n_tiles, n_items, item, word;
 
-  __device__ __forceinline__ void ask(const work_queue &queue, int lane) {
-    asked = 0;
-    if (lane == 0) asked = atomicAdd(queue.counter, 1) + static_cast<int>(gridDim.x);
-  }
   __device__ __forceinline__ void load(const work_queue &queue, int lane) {
     constexpr int n_words = sizeof(tile_plan) / sizeof(int);
-    const work_item work = find_work(item, queue.n_tiles, queue.n_heads, queue.heads_per_group);
-    if (item < queue.n_items && lane < n_words) word = reinterpret_cast<const int *>(queue.plans + work.tile)[lane];
+    const work_item work = find_work(item, n_tiles, queue.n_heads, queue.heads_per_group);
+    if (item < n_items && lane < n_words) word = reinterpret_cast<const int *>(queue.plans + work.tile)[lane];
   }
   __device__ __forceinline__ void start(const work_queue &queue, int lane) {
+    n_tiles = queue.state->n_tiles;
+    n_items = n_tiles * queue.n_heads;
     item = static_cast<int>(blockIdx.x);
     word = 0;
-    ask(queue, lane);
     load(queue, lane);
   }
-  /* Fills the slot and the first words of `plan`, moves on; returns the item's head, -1 when there is no more work. */
-  __device__ __forceinline__ int hand_on(const work_queue &queue, int lane, work_slot *slot, tile_plan &plan) {
+  __device__ __forceinline__ void ask(const work_queue &queue, int lane) {
+    const int n_blocks = static_cast<int>(gridDim.x);
+    if (lane == 0) item = atomicAdd(&queue.state->next_item, 1) + n_blocks;
+    item = __shfl_sync(0xffffffffu, item, 0);
+    if (lane == 0 && item == n_items - 1 + n_blocks) queue.state->next_item = 0;
+    load(queue, lane);
+  }
+  /* Fills the slot; returns the item's head, -1 when there is no more work. */
+  __device__ __forceinline__ int hand_on(const work_queue &queue, int lane, work_slot *slot, int &first_row) const {
     constexpr int n_words = sizeof(tile_plan) / sizeof(int);
-    const bool is_work = item < queue.n_items;
-    const int head = is_work ? find_work(item, queue.n_tiles, queue.n_heads, queue.heads_per_group).head : -1;
+    const bool is_work = item < n_items;
+    const int head = is_work ? find_work(item, n_tiles, queue.n_heads, queue.heads_per_group).head : -1;
     if (lane < n_words) reinterpret_cast<int *>(&slot->plan)[lane] = word;
     if (lane == 0) slot->head = head;
-    plan.first_row = __shfl_sync(0xffffffffu, word, 0);
-    plan.n_steps = __shfl_sync(0xffffffffu, word, 1);
-    plan.anchor = __shfl_sync(0xffffffffu, word, 2);
-    if (!is_work) return -1;
-    item = __shfl_sync(0xffffffffu, asked, 0);
-    ask(queue, lane);
-    load(queue, lane);
+    first_row = __shfl_sync(0xffffffffu, word, 0);
     return head;
   }
 };
 
-/* The queue of one kernel; heads_per_group is the caller's to choose. */
-inline work_queue make_queue(int *counter, const tile_plan *plans, int n_tiles, int n_heads) {
-  return {counter, plans, n_tiles * n_heads, n_tiles, n_heads, n_heads};
+/* The first producer warp: hands items on, one ahead of the consumers, and lets lane 0 load what a block owns of each,
+ * `own_bytes` by load(first_row, head, stage). EAGER asks for the next item right away: it takes two microseconds, as
+ * long as a short item. Otherwise only when it is needed, which balances few long items better. */
+template <class Shape, bool EAGER, class Load>
+__device__ __forceinline__ void hand_out(const work_queue &queue, const pipeline<Shape> &b, work_slot *slots,
+                                         int own_bytes, const Load &load) {
+  const int lane = threadIdx.x & 31;
+  ring<WORK_SLOTS> slot;
+  ring<Shape::own_stages> own;
+  work_feed feed;
+  feed.start(queue, lane);
+  for (bool is_first = true;; is_first = false) {
+    int first_row = 0;
+    barrier_wait(b.slot_empty(slot.stage), slot.phase ^ 1);
+    barrier_wait(b.own_empty(own.stage), own.phase ^ 1);
+    if (!EAGER && !is_first) feed.ask(queue, lane);
+    const int head = feed.hand_on(queue, lane, slots + slot.stage, first_row);
+    barrier_arrive_warp(b.slot_full(slot.stage), lane);
+    slot.advance();
+    if (head < 0) return;
+    if (lane == 0) {
+      barrier_expect(b.own_full(own.stage), own_bytes);
+      load(first_row, head, own.stage);
+    }
+    __syncwarp();
+    own.advance();
+    if (EAGER) feed.ask(queue, lane);
+  }
 }
 
-/* Blocks to launch, with the queue's counter set to zero before; 0 on failure. */
-inline int start_queue(const work_queue &queue, cudaStream_t stream) {
-  const int n_processors = count_multiprocessors();
-  if (cudaMemsetAsync(queue.counter, 0, sizeof(int), stream) != cudaSuccess) return 0;
-  return n_processors < queue.n_items ? n_processors : queue.n_items;
+/* What the other producer warp and warpgroup `group` of the consumers take of the next item. */
+struct item_view {
+  int first_row, end_row, anchor, n_steps, begin, end, edge, head;
+};
+template <class Shape>
+__device__ __forceinline__ item_view take_item(const pipeline<Shape> &b, const work_slot *slots, ring<WORK_SLOTS> &slot,
+                                               int group, int lane) {
+  barrier_wait(b.slot_full(slot.stage), slot.phase);
+  const tile_plan *plan = &slots[slot.stage].plan;
+  const item_view view = {plan->first_row,    plan->end_row,    plan->anchor,      plan->n_steps,
+                          plan->begin[group], plan->end[group], plan->edge[group], slots[slot.stage].head};
+  barrier_arrive_warp(b.slot_empty(slot.stage), lane);
+  slot.advance();
+  return view;
+}
+
+/* The second producer warp: lane 0 loads what a block walks, load(item). */
+template <class Shape, class Load>
+__device__ __forceinline__ void follow(const pipeline<Shape> &b, const work_slot *slots, const Load &load) {
+  const int lane = threadIdx.x & 31;
+  ring<WORK_SLOTS> slot;
+  for (;;) {
+    const item_view item = take_item(b, slots, slot, 0, lane);
+    if (item.head < 0) return;
+    if (lane == 0) load(item);
+    __syncwarp();
+  }
+}
+
+/* The same for kernels whose blocks own query rows: keys and values from the anchor down, of the item's key head. */
+template <class Shape>
+__device__ __forceinline__ void load_keys(const pipeline<Shape> &b, const work_slot *slots, const CUtensorMap *k,
+                                          const CUtensorMap *v, int items_a_kv_head) {
+  ring<Shape::n_stages> pipe;
+  follow(b, slots, [&](const item_view &item) {
+    const int kv_head = item.head / items_a_kv_head;
+    for (int j = 0; j < item.n_steps; j++) {
+      const int row = item.anchor - Shape::keys * (j + 1), s = pipe.stage;
+      barrier_wait(b.first_empty(s), pipe.phase ^ 1);
+      barrier_expect(b.first_full(s), Shape::kv_bytes);
+      copy_tile<Shape::panels>(b.base + Shape::k_at + s * Shape::kv_bytes, k, b.first_full(s), row, kv_head,
+                               Shape::kv_panel);
+      barrier_wait(b.second_empty(s), pipe.phase ^ 1);
+      barrier_expect(b.second_full(s), Shape::kv_bytes);
+      copy_tile<Shape::panels>(b.base + Shape::v_at + s * Shape::kv_bytes, v, b.second_full(s), row, kv_head,
+                               Shape::kv_panel);
+      pipe.advance();
+    }
+  });
+}
+
+/* Where a warp's rows lie when heads are packed. */
+struct warp_rows {
+  int first_token; /* of the warpgroup */
+  int first_row, head;
+};
+__device__ __forceinline__ warp_rows find_warp_rows(const item_view &item, const head_packing &packing, int group,
+                                                    int warp) {
+  const int first_token = item.first_row + packing.tokens * group, row_in_group = STORE_ROWS * warp;
+  return {first_token, first_token + row_in_group % packing.tokens,
+          item.head * packing.n_heads + row_in_group / packing.tokens};
+}
+
+/* ---- whole kernels ---------------------------------------------------------------------------------------------- */
+
+template <class Shape> struct block_memory {
+  pipeline<Shape> b;
+  work_slot *slots;
+};
+
+/* How every kernel begins: shared memory aligned for the swizzle, tensor maps on their way, barriers ready. */
+template <class Shape, class... Maps> __device__ __forceinline__ block_memory<Shape> set_up(const Maps *...maps) {
+  extern __shared__ unsigned char shared[];
+  const unsigned raw = static_cast<unsigned>(__cvta_generic_to_shared(shared)), base = (raw + 1023u) & ~1023u;
+  const pipeline<Shape> b = {base};
+  if (threadIdx.x == 0) {
+    (prefetch_map(maps), ...);
+    b.init();
+  }
+  __syncthreads();
+  return {b, reinterpret_cast<work_slot *>(shared + (base - raw) + Shape::slots_at)};
+}
+
+/* One block a multiprocessor, but no more than items; may start under the end of the kernel before (set it up so). */
+template <class Shape, class Arguments>
+egi_cuda_status launch_persistent(void (*kernel)(Arguments), const Arguments &arguments, int64_t n_items,
+                                  cudaStream_t stream) {
+  const int64_t n_processors = count_multiprocessors();
+  const int64_t n_blocks = n_processors < n_items ? n_processors : n_items;
+  if (n_blocks < 1 ||
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::shared_bytes) != cudaSuccess)
+    return EGI_CUDA_FAILED;
+  const launch_shape shape = {static_cast<unsigned>(n_blocks), Shape::threads, Shape::shared_bytes};
+  return launch_early(kernel, arguments, shape, stream) == cudaSuccess ? EGI_CUDA_OK : EGI_CUDA_FAILED;
 }
 
 } // namespace egi

@@ -65,6 +65,19 @@ template <int PENDING> __device__ __forceinline__ void wgmma_wait(float (&d)[64]
   asm volatile("wgmma.wait_group.sync.aligned %64;" : EGI_F64(d) : "n"(PENDING) : "memory");
 }
 
+/* Keeps the computation of x before what follows in the program: ptxas would move a wait for products ahead of it, and
+ * the products would have nothing to run under. `limit`: below every x, but not known to the compiler. */
+__device__ __forceinline__ void hold(float x, float limit) {
+  asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, %1;\n@p nanosleep.u32 1;\n}\n" ::"f"(x), "f"(limit) : "memory");
+}
+/* The same for a tile, by every fourth element. */
+template <int N> __device__ __forceinline__ void hold(const float (&s)[N], float limit) {
+  float least = s[3];
+#pragma unroll
+  for (int i = 7; i < N; i += 4) least = fminf(least, s[i]);
+  hold(least, limit);
+}
+
 /* d = A B^T (is_first) or d += A B^T, 16 columns of both operands; N = 2 x the registers of d. */
 #define EGI_WGMMA_SHARED(REGISTERS, N, TYPE, A, B, P)                                                             \
   __device__ __forceinline__ void wgmma_columns(float(&d)[REGISTERS], uint64_t a, uint64_t b, int adds, TYPE) {   \

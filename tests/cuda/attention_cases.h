@@ -126,6 +126,10 @@ inline std::vector<attention_case> make_cases(bool is_quick) {
   cases.push_back({"16384 one-token documents", 16384, 0, 2, 1, 128, 128, DOCUMENTS_SINGLE, 0, 0.0f, true, false});
   cases.push_back({"16384 one-token documents", 16384, 0, 2, 2, 64, 64, DOCUMENTS_SINGLE, 0, 0.0f, false, false});
   cases.push_back({"5000 documents edges", 5000, 0, 2, 1, 128, 128, DOCUMENTS_EDGES, 0, 0.0f, false, false});
+  cases.push_back({"items in a row", 2000, 0, 16, 4, 128, 128, DOCUMENTS_RANDOM, 0, 0.0f, true, true});
+  cases.push_back({"items in a row window", 2000, 0, 24, 8, 128, 128, DOCUMENTS_EDGES, 150, 0.0f, false, false});
+  cases.push_back({"items in a row cap", 1700, 0, 12, 12, 64, 64, DOCUMENTS_EDGES, 0, 8.0f, false, true});
+  cases.push_back({"items in a row offset", 2000, 131, 16, 4, 64, 64, DOCUMENTS_PADDED, 0, 0.0f, true, false});
   cases.push_back({"many heads", 130, 0, 48, 16, 128, 128, DOCUMENTS_RANDOM, 0, 0.0f, false, false});
   cases.push_back({"one document", 1500, 0, 4, 4, 64, 64, DOCUMENTS_ONE, 0, 0.0f, false, false});
   return cases;
