@@ -1,11 +1,12 @@
 """Speed and error of the CUDA packed attention beside PyTorch's kernels, in one process with the ceilings of the card.
 
-    python bench/attention.py LIBRARY.so [-o bench/results/attention.json]
+    python bench/attention.py LIBRARY.so [-o bench/results/attention-h200.json] [--commit ID]
 
 LIBRARY.so holds the launchers of backend/cuda/attention.h (target egi_cuda_attention_shared). FLOP are counted as
 4 * head size * query heads * sum of length^2 / 2 forward and 2.5 times that backward (five products), whatever a kernel
 really multiplies. Times are medians of CUDA events around single calls; the plan, made once a micro-batch and shared by
-all layers, is timed by itself. Errors are against float64.
+all layers, is timed by itself. What packed rows cost beyond their share is their time over that of 4 x 4096 in the same
+run, each divided by its FLOP. Errors are against float64.
 """
 import argparse
 import ctypes
@@ -217,7 +218,7 @@ class Bench:
 
     def measure(self, title, lengths, heads, dim, with_peers):
         problem = Problem(self.library, lengths, *heads, dim)
-        families = self.families if dim in (64, 128) else [MMA]
+        families = self.families if 64 <= dim <= 128 else [MMA]
         plan_ms = replayed_ms(problem.make_plan)
         rows = []
         for family in families:
@@ -229,17 +230,22 @@ class Bench:
             except RuntimeError as reason:
                 print(f"  {name}: {str(reason).splitlines()[0]}")
         title = f"d{dim} {heads[0]}/{heads[1]} {title}"
+        whole = {(row["case"], row.get("kernels"), row.get("pass")): row["tflops"] for row in self.results if "pass" in row}
         for name, forward_ms, backward_ms in rows:
-            self.report(title, name, forward_ms, rate(problem.flop, forward_ms), "forward")
-            self.report(title, name, backward_ms, rate(2.5 * problem.flop, backward_ms), "backward")
+            for what, ms, flop in (("forward", forward_ms, problem.flop), ("backward", backward_ms, 2.5 * problem.flop)):
+                row = self.report(title, name, ms, rate(flop, ms), what)
+                of_whole = whole.get((f"d{dim} {heads[0]}/{heads[1]} 4 x 4096", name, what))
+                if "packed" in title and of_whole:
+                    row["cost_over_share"] = of_whole / row["tflops"]
         self.results.append({"case": title, "kernels": "plan", "ms": plan_ms})
         print(f"{title:28s} plan   {1000 * plan_ms:.1f} us")
 
     def report(self, title, name, ms, tflops, what):
         share = tflops / self.gemm
         print(f"{title:28s} {name:6s} {what:8s} {ms:7.3f} ms {tflops:4.0f} TFLOP/s {100 * share:3.0f} % of GEMM")
-        self.results.append({"case": title, "kernels": name, "pass": what, "ms": ms, "tflops": tflops,
-                             "share_of_gemm": share})
+        row = {"case": title, "kernels": name, "pass": what, "ms": ms, "tflops": tflops, "share_of_gemm": share}
+        self.results.append(row)
+        return row
 
 
 def packed_lengths(total, seed):
@@ -254,6 +260,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("library")
     parser.add_argument("-o", "--output")
+    parser.add_argument("--commit", default="unknown")
     arguments = parser.parse_args()
     library = open_library(arguments.library)
     families = [MMA, SM90] if torch.cuda.get_device_capability()[0] == 9 else [MMA]
@@ -278,7 +285,10 @@ def main():
         bench.measure("4 x 4096", [4096] * 4, (32, 8), dim, True)
     if arguments.output:
         with open(arguments.output, "w") as file:
-            json.dump({"device": torch.cuda.get_device_name(), "gemm_tflops": gemm, "copy_tbs": copy, "errors": errors,
+            json.dump({"commit": arguments.commit, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+                       "cuda": torch.version.cuda,
+                       "command": "python bench/attention.py LIBRARY.so -o bench/results/attention-h200.json",
+                       "gemm_tflops": gemm, "copy_tbs": copy, "errors": errors,
                        "times": bench.results}, file, indent=1)
 
 

@@ -54,7 +54,7 @@ egi_cuda_status choose_family(const egi_cuda_attention &a, egi_attention_kernels
   if (cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess)
     return EGI_CUDA_FAILED;
-  const bool can_sm90 = major == 9 && (a.head_dim == 64 || a.head_dim == 128);
+  const bool can_sm90 = major == 9 && has_hopper_kernels(a);
   out_is_sm90 = kernels == EGI_ATTENTION_SM90 || (kernels == EGI_ATTENTION_AUTO && can_sm90);
   if (out_is_sm90) return can_sm90 ? EGI_CUDA_OK : EGI_CUDA_UNSUPPORTED;
   return major >= 8 ? EGI_CUDA_OK : EGI_CUDA_UNSUPPORTED;

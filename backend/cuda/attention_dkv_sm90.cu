@@ -1,4 +1,4 @@
-/* Attention backward for Hopper, gradients of keys and values; head sizes 64 and 128. Persistent blocks of one producer
+/* Attention backward for Hopper, gradients of keys and values; head sizes 64 to 128. Persistent blocks of one producer
  * warp and 2 consumer warpgroups with 64 key rows each; for each query head of the group in turn they walk the queries
  * that see the keys. Scores are computed with keys as rows: probabilities and score gradients then are left operands
  * straight from registers. The next tile's scores are queued before d_k's product, so that exponentials run under it.
@@ -330,7 +330,7 @@ egi_cuda_status launch(const egi_cuda_attention &a, cudaStream_t stream) {
   const attention_workspace w = carve_workspace(a, true);
   dkv_arguments g = {};
   g.a = a;
-  const row_extent queries = {a.n_queries, a.n_heads, DIM}, keys = {a.n_keys, a.n_kv_heads, DIM};
+  const row_extent queries = {a.n_queries, a.n_heads, a.head_dim}, keys = {a.n_keys, a.n_kv_heads, a.head_dim};
   if (!make_row_map(&g.q, a.q, queries, a.dtype, Shape::queries) ||
       !make_row_map(&g.d_out, a.d_out, queries, a.dtype, Shape::queries) ||
       !make_row_map(&g.k, a.k, keys, a.dtype, Shape::keys) || !make_row_map(&g.v, a.v, keys, a.dtype, Shape::keys) ||

@@ -1,4 +1,4 @@
-/* Attention backward for Hopper, gradient of the queries; head sizes 64 and 128. Persistent blocks of one producer warp
+/* Attention backward for Hopper, gradient of the queries; head sizes 64 to 128. Persistent blocks of one producer warp
  * and 2 consumer warpgroups with 64 query rows each. For each tile of keys: scores again, d_out v^T, score gradients in
  * registers, d_q += d_scores k. The products of tile j + 1 are queued before d_q's of tile j, so that exponentials run
  * under them. fp32 accumulators; keys are summed from the diagonal back, in a fixed order; no atomics on values. */
@@ -305,7 +305,7 @@ egi_cuda_status launch(const egi_cuda_attention &a, cudaStream_t stream) {
   g.a = a;
   const int packed = count_packed_heads(a);
   g.packing = {packed, 64 / packed};
-  const row_extent queries = {a.n_queries, a.n_heads, DIM}, keys = {a.n_keys, a.n_kv_heads, DIM};
+  const row_extent queries = {a.n_queries, a.n_heads, a.head_dim}, keys = {a.n_keys, a.n_kv_heads, a.head_dim};
   if (!make_row_map(&g.q, a.q, queries, a.dtype, g.packing.tokens) ||
       !make_row_map(&g.d_out, a.d_out, queries, a.dtype, g.packing.tokens) ||
       !make_row_map(&g.k, a.k, keys, a.dtype, Shape::keys) || !make_row_map(&g.v, a.v, keys, a.dtype, Shape::keys) ||

@@ -1,4 +1,4 @@
-/* Attention forward for Hopper, head sizes 64 and 128. Persistent blocks of one producer warp and 2 (size 128) or 3
+/* Attention forward for Hopper, head sizes 64 to 128. Persistent blocks of one producer warp and 2 (size 128) or 3
  * (size 64) consumer warpgroups with 64 query rows each; keys come in tiles of 128 through a ring of copies. Within a
  * warpgroup the scores of tile j + 1 are multiplied while tile j's values are, and warpgroups take turns at the tensor
  * cores so that one's softmax runs under another's products (FlashAttention-3, Shah et al. 2024). fp32 accumulators;
@@ -268,7 +268,7 @@ egi_cuda_status launch(const egi_cuda_attention &a, cudaStream_t stream) {
   g.a = a;
   const int packed = count_packed_heads(a);
   g.packing = {packed, 64 / packed};
-  const row_extent queries = {a.n_queries, a.n_heads, DIM}, keys = {a.n_keys, a.n_kv_heads, DIM};
+  const row_extent queries = {a.n_queries, a.n_heads, a.head_dim}, keys = {a.n_keys, a.n_kv_heads, a.head_dim};
   if (!make_row_map(&g.q, a.q, queries, a.dtype, g.packing.tokens) ||
       !make_row_map(&g.k, a.k, keys, a.dtype, Shape::keys) || !make_row_map(&g.v, a.v, keys, a.dtype, Shape::keys) ||
       !make_row_map(&g.out, a.out, queries, a.dtype, STORE_ROWS))

@@ -15,15 +15,21 @@ struct tile_size {
   int groups, step;
 };
 
+/* Head sizes of the Hopper kernels. Those between 64 and 128 run as 128: the copy engine fills the missing columns with
+ * zeros and drops them when it stores. */
+inline bool has_hopper_kernels(const egi_cuda_attention &a) {
+  return a.head_dim >= 64 && a.head_dim <= 128 && a.value_dim == a.head_dim;
+}
+
 /* Found by measuring (docs/kernels.md). */
 constexpr tile_size forward_tile(int dim) {
-  return {dim == 128 ? 2 : 3, 128};
+  return {dim > 64 ? 2 : 3, 128};
 }
 constexpr tile_size dq_tile(int dim) {
-  return {2, dim == 128 ? 64 : 96};
+  return {2, dim > 64 ? 64 : 96};
 }
 constexpr tile_size dkv_tile(int dim) {
-  return {2, dim == 128 ? 64 : 96};
+  return {2, dim > 64 ? 64 : 96};
 }
 
 /* Forward packs query heads that share a key head: the 64 rows of a warpgroup are 64 / P tokens of P heads, head by
@@ -62,7 +68,7 @@ enum { LEAST_ROWS = 16, CHUNK_ROWS = 1024 };
 
 inline plan_lists carve_plan(const egi_cuda_attention &a, void *memory) {
   plan_lists lists = {};
-  if (a.head_dim != 64 && a.head_dim != 128) return lists;
+  if (!has_hopper_kernels(a)) return lists;
   const int tokens = 64 / count_packed_heads(a);
   const int forward_rows = tokens * forward_tile(a.head_dim).groups, dq_rows = tokens * dq_tile(a.head_dim).groups;
   const int64_t n_chunks = (a.n_keys + CHUNK_ROWS - 1) / CHUNK_ROWS;
