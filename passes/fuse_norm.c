@@ -16,6 +16,8 @@
 #define FLAT_MEAN(x)                                                                                                \
   TWO ROOT "q = Pow (" x ", two) f = ReduceMean <keepdims = 0> (q, axes) m = Unsqueeze (f, back) a = Add (m, eps) " \
            "r = Pow (a, half) "
+/* An epsilon that float32 does not show is folded away by exporters. */
+#define BARE_MEAN(x) TWO ROOT "q = Pow (" x ", two) m = ReduceMean <keepdims = 1> (q, axes) r = Pow (m, half) "
 /* d = x - mean */
 #define CENTRED "mean = ReduceMean <keepdims = 1> (x, center) d = Sub (x, mean) "
 
@@ -29,11 +31,14 @@ static const char *const rms_scaled[] = {
     "(x, axes, eps, w) => (y) { " MEAN("x") "n = Mul (x, r) y = Mul (n, w) }",
     "(x, axes, eps, w) => (y) { " MEAN("x") "n = Mul (r, w) y = Mul (x, n) }",
     "(x, axes, eps, w) => (y) { " MEAN("x") "n = Mul (x, w) y = Mul (n, r) }",
+    "(x, axes, w) => (y) { " BARE_MEAN("x") "n = Mul (x, r) y = Mul (n, w) }",
+    "(x, axes, w) => (y) { " BARE_MEAN("x") "n = Mul (r, w) y = Mul (x, n) }",
     "(x, axes, eps, w, back) => (y) { " FLAT_MEAN("x") "n = Mul (x, r) y = Mul (n, w) }",
 };
 
 static const char *const rms_plain[] = {
     "(x, axes, eps) => (y) { " MEAN("x") "y = Mul (x, r) }",
+    "(x, axes) => (y) { " BARE_MEAN("x") "y = Mul (x, r) }",
     "(x, axes, eps, back) => (y) { " FLAT_MEAN("x") "y = Mul (x, r) }",
 };
 
@@ -41,6 +46,7 @@ static const char *const layer_biased[] = {
     "(x, center, axes, eps, w, b) => (y) { " CENTRED MEAN("d") "n = Mul (d, r) p = Mul (n, w) y = Add (p, b) }",
     "(x, center, axes, eps, w, b) => (y) { " CENTRED MEAN("d") "n = Mul (r, w) p = Mul (d, n) y = Add (p, b) }",
     "(x, center, axes, eps, w, b) => (y) { " CENTRED MEAN("d") "n = Mul (d, w) p = Mul (n, r) y = Add (p, b) }",
+    "(x, center, axes, w, b) => (y) { " CENTRED BARE_MEAN("d") "n = Mul (d, r) p = Mul (n, w) y = Add (p, b) }",
     /* x · s + (b - mean · s), as TensorFlow's converter writes it */
     "(x, center, axes, eps, w, b) => (y) { " CENTRED MEAN(
         "d") "n = Mul (r, w) p = Mul (x, n) o = Mul (mean, n) c = Sub (b, o) y = Add (p, c) }",
@@ -91,7 +97,8 @@ static bool check_core(egi_match *match, const char *squared) {
     return egi_match_refuse(match, "the axis of the mean is put back elsewhere");
   if (!egi_match_size(match, "x", 1, &length) || length < 1)
     return egi_match_refuse(match, "the size of the last axis is not a number");
-  if (!egi_match_scalar(match, "eps", &epsilon)) return egi_match_refuse(match, "epsilon is not a constant number");
+  if (egi_match_value(match, "eps") != 0 && !egi_match_scalar(match, "eps", &epsilon))
+    return egi_match_refuse(match, "epsilon is not a constant number");
   return (epsilon >= 0.0 && epsilon <= 1.0) || egi_match_refuse(match, "epsilon is not between 0 and 1");
 }
 

@@ -43,6 +43,10 @@ static const spelling spellings[] = {
     NORM(RMSNormalization, "sum divided by the count", 1,
          "(" F "x) => (" F "y) <" W ", " NUMBERS ", float count = {8}> { q = Mul (x, x) t = ReduceSum (q, last) "
          "m = Div (t, count) a = Add (m, e) s = Sqrt (a) r = Reciprocal (s) n = Mul (x, r) y = Mul (n, w) }"),
+    NORM(RMSNormalization, "no epsilon", 1,
+         "(" F "x) => (" F "y) <" W
+         ", float two = {2}, int64[1] last = {-1}> { q = Pow (x, two) m = ReduceMean (q, last) "
+         "s = Sqrt (m) r = Reciprocal (s) n = Mul (x, r) y = Mul (w, n) }"),
     NORM(RMSNormalization, "the mean without its axis, put back", 1,
          "(" F "x) => (" F "y) <" W ", " NUMBERS "> { q = Mul (x, x) f = ReduceMean <keepdims = 0> (q, last) "
          "m = Unsqueeze (f, last) a = Add (m, e) s = Sqrt (a) n = Div (x, s) y = Mul (n, w) }"),
