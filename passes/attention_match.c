@@ -117,7 +117,7 @@ static bool leads_to_scores(const egi_graph *graph, egi_value_id value, unsigned
     case EGI_OP_Div:
     case EGI_OP_Sub:
       value = node->inputs[0];
-      if (node->op == EGI_OP_Mul && graph->values[value].rank != 4) value = node->inputs[1];
+      if (node->op == EGI_OP_Mul && graph->values[value].rank < 3) value = node->inputs[1];
       break;
     case EGI_OP_Where:
       if (depth > 0 && leads_to_scores(graph, node->inputs[1], depth - 1)) return true;
