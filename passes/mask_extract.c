@@ -120,6 +120,8 @@ static eg_status visit_node(copier *c, egi_node_id id) {
   for (uint16_t i = 0; i < node->n_attributes; i++)
     if (node->attributes[i].kind == EGI_ATTRIBUTE_GRAPH)
       return refuse(c, "the mask is computed by control flow (node \"%s\")", node->name);
+  if (node->op == EGI_OP_EyeLike && egi_node_int(node, "k", 0) != 0)
+    return refuse(c, "a diagonal is set by an attribute (node \"%s\")", node->name);
   if (node->op <= EGI_OP_UNKNOWN || c->n_nodes == MAX_NODES)
     return refuse(c, "the mask is computed from hidden states (node \"%s\")", node->name);
   EG_TRY(EGI_GROW(&c->arena, &c->nodes, c->n_nodes, &c->nodes_capacity));
@@ -235,17 +237,41 @@ static eg_status copy_input(copier *c, egi_value_id id) {
   return egi_graph_add_input(c->x->graph, value->name, value->dtype, value->rank, own, &c->copies[id]);
 }
 
-/* A number that float positions are compared with; others are what hidden keys get. */
+/* Whether a float beside other floats may decide where something ends: positions are compared with it, moved or divided
+ * by it. What hidden keys get (of a Where, a factor, the low end of a Clip) decides nothing. */
+static bool may_be_place(egi_op op, double number) {
+  switch (op) {
+  case EGI_OP_Less:
+  case EGI_OP_LessOrEqual:
+  case EGI_OP_Greater:
+  case EGI_OP_GreaterOrEqual:
+  case EGI_OP_Equal:
+  case EGI_OP_Add:
+  case EGI_OP_Sub:
+  case EGI_OP_Div:
+  case EGI_OP_Mod:
+    return true;
+  case EGI_OP_Min:
+  case EGI_OP_Max:
+  case EGI_OP_Clip:
+    return number > 0;
+  default:
+    return false;
+  }
+}
+
 static eg_status read_float(copier *c, const egi_node *node, egi_value_id id) {
   egi_mask_extract *x = c->x;
   const egi_value *value = &x->source->values[id];
-  bool is_compared = node->op == EGI_OP_Less || node->op == EGI_OP_LessOrEqual || node->op == EGI_OP_Greater ||
-                     node->op == EGI_OP_GreaterOrEqual || node->op == EGI_OP_Add || node->op == EGI_OP_Sub;
   double number = 0;
-  if (!is_compared || value->kind != EGI_VALUE_WEIGHT || value->dtype != EG_DTYPE_F32) return EG_OK;
+  if (value->kind != EGI_VALUE_WEIGHT || !egi_dtype_is_float(value->dtype)) return EG_OK;
   if (!egi_value_scalar(x->source, id, &number) || !(fabs(number) < 1 << 24)) return EG_OK;
+  if (node->op == EGI_OP_Mul && number != 0 && fabs(number) < 0.08)
+    return refuse(c, "positions are divided (node \"%s\")", node->name);
+  if (!may_be_place(node->op, number)) return EG_OK;
   add_number(&x->numbers, (int64_t)fabs(number));
   if (c->copies[id] != 0 || x->constant == 0 || (int64_t)fabs(number) != x->constant) return EG_OK;
+  if (value->dtype != EG_DTYPE_F32) return refuse(c, "a number of node \"%s\" may be a window", node->name);
   egi_weight weight = x->source->module->weights[value->index];
   float *replaced = EGI_NEW(&x->module->arena, float, 1);
   uint32_t index;
@@ -308,6 +334,7 @@ static eg_status copy_node(copier *c, egi_node_id id) {
   if (!node.inputs || !node.outputs) return EG_ERROR_MEMORY;
   for (uint16_t i = 0; i < node.n_inputs; i++) {
     if (source->inputs[i] != 0) EG_TRY(read_float(c, source, source->inputs[i]));
+    if (c->x->reason) return EG_OK;
     EG_TRY(copy_source(c, source->inputs[i]));
     if (c->x->reason) return EG_OK;
     node.inputs[i] = source->inputs[i] != 0 ? c->copies[source->inputs[i]] : 0;

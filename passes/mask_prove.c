@@ -321,17 +321,31 @@ static eg_status check_number(prover *p, int64_t number) {
   return refuse(p, "a number of the mask is neither a window nor without effect");
 }
 
+/* Whether the mask cannot be made for a sequence longer than its table: then larger numbers do not matter. */
+static eg_status is_limited(prover *p, int64_t table, bool *out_is_limited) {
+  trial t = {.batch = 1, .sequence = table + 3};
+  egi_arena_init(&t.arena, p->graph->module->ctx, EGI_PURPOSE_GRAPH);
+  eg_status status = run_trial(p, &t);
+  *out_is_limited = t.reason != NULL;
+  for (unsigned i = 0; i < p->mask->n_parts && status == EG_OK && !*out_is_limited; i++)
+    *out_is_limited = !broadcasts(&t, &t.outputs[i]);
+  egi_arena_clear(&t.arena);
+  return status;
+}
+
 static eg_status check_numbers(prover *p) {
   const egi_mask_numbers numbers = p->numbers;
   double table = (double)numbers.longest_table;
+  bool has_limit = false;
   if (numbers.is_full) return refuse(p, "the mask is made of more numbers than are looked at");
   if (numbers.longest_table >= SIZE_FIRST - 2) {
     if (table * table * p->n_nodes > MAX_TABLE_WORK) return refuse(p, "the mask is a table too long to be looked at");
     EG_TRY(check_longer(p, numbers.longest_table));
+    if (!p->proof->reason) EG_TRY(is_limited(p, numbers.longest_table, &has_limit));
   }
   for (unsigned i = 0; i < numbers.count && !p->proof->reason; i++) {
-    bool is_in_table = numbers.longest_table > 0 && numbers.values[i] >= numbers.longest_table;
-    if (!is_in_table) EG_TRY(check_number(p, numbers.values[i]));
+    bool is_beyond = has_limit && numbers.values[i] >= numbers.longest_table;
+    if (!is_beyond) EG_TRY(check_number(p, numbers.values[i]));
   }
   return EG_OK;
 }

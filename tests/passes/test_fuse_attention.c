@@ -148,6 +148,17 @@ static const attention_row spellings[] = {
      "kt = Transpose <perm = [0,1,3,2]> (k) d = MatMul (q, kt) e = Mul (d, s) f = Add (e, mask) "
      "g = Softmax <axis = -1> (f) y = MatMul (g, v) }",
      1, 0, true, false, 0, 1, NULL},
+    {"a window of floats",
+     GRAPH_WITH("float wide = {300.5}", CAUSAL SCORES "b = Sub (i, j) bf = Cast <to = 1> (b) w = Less (bf, wide) "
+                                                      "t = And (c, w) f = Where (t, e, low) " REST),
+     1, 301, false, false, 0, 2, NULL},
+    {"a table of 20 x 20, as old models keep",
+     GRAPH_WITH("int64 top = {20}, int64[1] twenty = {20}", SCORES
+                "z = Range (zero, top, one) zi = Unsqueeze (z, a1) zj = Unsqueeze (z, a0) "
+                "table = LessOrEqual (zj, zi) n1 = Shape <start = 1, end = 2> (m) n2 = Concat <axis = 0> (n1, n1) "
+                "z2 = Concat <axis = 0> (a0, a0) axes = Concat <axis = 0> (a0, a1) "
+                "c = Slice (table, z2, n2, axes) f = Where (c, e, low) " REST),
+     1, 0, false, false, 0, 2, NULL},
     {"batch and heads joined for the products",
      GRAPH_WITH(
          "int64[1] flat = {-1}, int64[1] eight = {8}, int64[1] fours = {4}",
@@ -222,6 +233,20 @@ static const attention_row misses[] = {
      1, 0, true, false, 0, 4, NULL},
     {"a mask that depends on the queries", GRAPH(SCORES "t = Greater (e, nil) f = Where (t, e, low) " REST), -1, 0,
      false, false, 0, 0, "depends on the input"},
+    {"chunks of 64 positions, divided as floats",
+     GRAPH_WITH("float chunk = {64}",
+                CAUSAL SCORES "fi = Cast <to = 1> (i) fj = Cast <to = 1> (j) di = Div (fi, chunk) "
+                              "dj = Div (fj, chunk) wi = Floor (di) wj = Floor (dj) "
+                              "w = Equal (wi, wj) t = And (c, w) f = Where (t, e, low) " REST),
+     -1, 0, false, false, 0, 0, "the mask is not causal"},
+    {"chunks of 8192 positions",
+     GRAPH_WITH("int64 chunk = {8192}", CAUSAL SCORES "wi = Div (i, chunk) wj = Div (j, chunk) w = Equal (wi, wj) "
+                                                      "t = And (c, w) f = Where (t, e, low) " REST),
+     -1, 0, false, false, 0, 0, "the mask"},
+    {"a window with the first keys always open",
+     GRAPH_WITH("int64 wide = {4096}", CAUSAL SCORES "b = Sub (i, j) w0 = Less (b, wide) w1 = Less (j, four) "
+                                                     "w = Or (w0, w1) t = And (c, w) f = Where (t, e, low) " REST),
+     -1, 0, false, false, 0, 0, "the mask"},
     {"a mask before the soft cap", GRAPH(MASK SCORES "h = Add (e, mask) t = Tanh (h) f = Mul (t, width) " REST), -1, 0,
      false, false, 0, 0, "before the soft cap"},
     {"the mask of every second query",
