@@ -116,6 +116,7 @@ static bool leads_to_scores(const egi_graph *graph, egi_value_id value, unsigned
     case EGI_OP_Mul:
     case EGI_OP_Div:
     case EGI_OP_Sub:
+    case EGI_OP_Max:
       value = node->inputs[0];
       if (node->op == EGI_OP_Mul && graph->values[value].rank < 3) value = node->inputs[1];
       break;
@@ -180,6 +181,18 @@ static bool match_shift(matcher *x, egi_node_id id, egi_value_id *value) {
   return true;
 }
 
+/* max(scores, lowest): what is hidden stays so. */
+static bool match_floor(matcher *x, egi_node_id id, egi_value_id *value) {
+  const egi_node *node = &x->graph->nodes[id];
+  double number;
+  for (unsigned i = 0; i < 2 && node->n_inputs == 2; i++) {
+    if (!egi_value_scalar(x->graph, node->inputs[i], &number) || !(number * x->factor <= HIDDEN)) continue;
+    *value = node->inputs[1 - i];
+    return true;
+  }
+  return miss(x, id, "Max has no large negative number");
+}
+
 /* A logit for each head: [.., heads, 1, 1], expanded. */
 static bool match_sinks(matcher *x, egi_node_id id, egi_value_id value) {
   const egi_graph *graph = x->graph;
@@ -237,6 +250,8 @@ static bool match_score_node(matcher *x, egi_node_id id, egi_value_id *value) {
     return match_add(x, id, value);
   case EGI_OP_Where:
     return match_where(x, id, value);
+  case EGI_OP_Max:
+    return match_floor(x, id, value);
   case EGI_OP_Sub:
     return match_shift(x, id, value);
   case EGI_OP_Concat:

@@ -162,12 +162,27 @@ static double number_at(const egi_tensor *tensor, int64_t i) {
   }
 }
 
-static bool broadcasts(const trial *t, const egi_tensor *tensor) {
-  const int64_t wanted[4] = {t->batch, 1, t->sequence, t->sequence};
-  if (tensor->rank > 4) return false;
-  for (int i = 0; i < tensor->rank; i++)
-    if (tensor->dims[i] != 1 && tensor->dims[i] != wanted[4 - tensor->rank + i]) return false;
+/* Heads may be written out when all are alike: the first then stands for them. */
+static bool has_equal_heads(const egi_tensor *tensor) {
+  int64_t heads = tensor->rank < 3 ? 1 : tensor->dims[tensor->rank - 3], inner = 1;
+  int64_t outer = tensor->rank == 4 ? tensor->dims[0] : 1;
+  for (int i = tensor->rank < 3 ? 0 : tensor->rank - 2; i < tensor->rank; i++) inner *= tensor->dims[i];
+  for (int64_t b = 0; b < outer; b++)
+    for (int64_t i = inner; i < heads * inner; i++) {
+      double first = number_at(tensor, b * heads * inner + i % inner), own = number_at(tensor, b * heads * inner + i);
+      if (!(first >= own && first <= own)) return false;
+    }
   return true;
+}
+
+static bool broadcasts(const trial *t, const egi_tensor *tensor) {
+  const int64_t wanted[4] = {t->batch, 0, t->sequence, t->sequence};
+  if (tensor->rank > 4) return false;
+  for (int i = 0; i < tensor->rank; i++) {
+    int axis = 4 - tensor->rank + i;
+    if (axis != 1 && tensor->dims[i] != 1 && tensor->dims[i] != wanted[axis]) return false;
+  }
+  return has_equal_heads(tensor);
 }
 
 /* The element for (batch, query, key) of a tensor that broadcasts. */
@@ -256,7 +271,8 @@ static eg_status compare_row(prover *p, const trial *t, int64_t batch, int64_t q
 
 static eg_status compare(prover *p, trial *t) {
   for (unsigned i = 0; i < p->mask->n_parts; i++)
-    if (!broadcasts(t, &t->outputs[i])) return refuse(p, "the mask does not have the shape of the scores");
+    if (!broadcasts(t, &t->outputs[i]))
+      return refuse(p, "the mask differs between heads, or has not the shape of the scores");
   if (!p->has_form) guess_form(p, t);
   for (int64_t b = 0; b < t->batch && !p->proof->reason; b++)
     for (int64_t i = 0; i < t->sequence && !p->proof->reason; i++) EG_TRY(compare_row(p, t, b, i));

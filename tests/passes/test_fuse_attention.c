@@ -159,6 +159,9 @@ static const attention_row spellings[] = {
                 "z2 = Concat <axis = 0> (a0, a0) axes = Concat <axis = 0> (a0, a1) "
                 "c = Slice (table, z2, n2, axes) f = Where (c, e, low) " REST),
      1, 0, false, false, 0, 2, NULL},
+    {"a mask that is expanded to all heads, and a floor under the scores",
+     GRAPH(MASK SCORES "es = Shape (e) me = Expand (mask, es) f0 = Add (e, me) f = Max (f0, low) " REST), 1, 0, true,
+     false, 0, 2, NULL},
     {"batch and heads joined for the products",
      GRAPH_WITH(
          "int64[1] flat = {-1}, int64[1] eight = {8}, int64[1] fours = {4}",
@@ -239,6 +242,10 @@ static const attention_row misses[] = {
                               "dj = Div (fj, chunk) wi = Floor (di) wj = Floor (dj) "
                               "w = Equal (wi, wj) t = And (c, w) f = Where (t, e, low) " REST),
      -1, 0, false, false, 0, 0, "the mask is not causal"},
+    {"a mask that differs between heads",
+     GRAPH_WITH("int64[4,1,1] widths = {2, 3, 3, 3}",
+                CAUSAL SCORES "b = Sub (i, j) w = Less (b, widths) t = And (c, w) f = Where (t, e, low) " REST),
+     -1, 0, false, false, 0, 0, "differs between heads"},
     {"chunks of 8192 positions",
      GRAPH_WITH("int64 chunk = {8192}", CAUSAL SCORES "wi = Div (i, chunk) wj = Div (j, chunk) w = Equal (wi, wj) "
                                                       "t = And (c, w) f = Where (t, e, low) " REST),
