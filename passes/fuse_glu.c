@@ -47,6 +47,7 @@ static const char *const gelu_tanh[] = {
 static const char *const swish[] = {
     "(x) => (y) { s = Sigmoid (x) y = Mul (x, s) }",
     "(x, alpha) => (y) { z = Mul (x, alpha) s = Sigmoid (z) y = Mul (x, s) }",
+    "(x, divisor) => (y) { z = Div (x, divisor) s = Sigmoid (z) y = Mul (x, s) }",
     "(x) => (y) { " NUMBER("one", "1.0") "n = Neg (x) e = Exp (n) a = Add (e, one) y = Div (x, a) }",
     "(x) => (y) { " NUMBER("one", "1.0") "n = Neg (x) e = Exp (n) a = Add (e, one) s = Reciprocal (a) y = Mul (x, s) }",
 };
@@ -103,6 +104,10 @@ static bool check_swish(egi_match *match) {
   if (!check_float(match)) return false;
   if (egi_match_value(match, "alpha") != 0 && !egi_match_scalar(match, "alpha", &alpha))
     return egi_match_refuse(match, "what the value is multiplied with is not a constant number");
+  double divisor = 1.0;
+  if (egi_match_value(match, "divisor") != 0 && !(egi_match_scalar(match, "divisor", &divisor) && divisor != 0.0))
+    return egi_match_refuse(match, "what the value is divided by is not a constant number");
+  alpha /= divisor;
   if (!egi_same_shape(egi_match_graph(match), egi_match_value(match, "x"), egi_match_value(match, "y")))
     return egi_match_refuse(match, "the value is broadcast");
   const egi_attribute attribute = egi_attribute_float("alpha", (float)alpha);

@@ -261,13 +261,15 @@ static bool mean_by_sum(respeller *r, egi_node_id id) {
   return replace(r, id, binary(r, EGI_OP_Div, sum, number(r, (double)size)));
 }
 
-/* (a · b) · c as a · (b · c) */
+/* (a · n) · c as a · (n · c), n a number. */
 static bool reassociate(respeller *r, egi_node_id id) {
   egi_value_id left = input_of(r, id, 0), c = input_of(r, id, 1);
   if (node_at(r, id)->op != EGI_OP_Mul || !is_float(r, left) || value_at(r, left)->kind != EGI_VALUE_NODE) return false;
   egi_node_id inner = value_at(r, left)->producer;
   if (node_at(r, inner)->op != EGI_OP_Mul) return false;
   egi_value_id a = input_of(r, inner, 0), b = input_of(r, inner, 1);
+  double unused = 0.0;
+  if (!egi_value_scalar(r->graph, b, &unused)) return false;
   return replace(r, id, binary(r, EGI_OP_Mul, a, binary(r, EGI_OP_Mul, b, c)));
 }
 

@@ -1,5 +1,5 @@
 /* The exported models of tests/data, respelled at random: recognised as before, with the same names, and with the same
- * logits. usage: test_respell_models [N_SEEDS]    (3; more by hand) */
+ * logits. usage: test_respell_models [N_SEEDS [FILE…]]    (3; more by hand) */
 #include "support_passes.h"
 #include "support_respell.h"
 
@@ -11,14 +11,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SIZE_BATCH = 2, SIZE_SEQUENCE = 6, MAX_INPUTS = 8, N_STEPS = 12, N_COUNTS = 9 };
+enum { SIZE_BATCH = 2, SIZE_SEQUENCE = 6, MAX_INPUTS = 8, N_STEPS = 12, N_COUNTS = 10 };
 
+/* Without padding, to be compared as bytes. */
 typedef struct summary {
-  unsigned counts[N_COUNTS];
-  size_t n_linears, n_parameters;
+  size_t counts[N_COUNTS], n_linears, n_parameters;
 } summary;
 
 static unsigned n_seeds = 3, n_failed;
+static char **paths;
+static int n_paths;
 
 static void must(pass_fixture *fixture, const char *what, eg_status status) {
   if (status != EG_OK) fail_msg("%s: %s", what, eg_context_error(fixture->ctx));
@@ -60,21 +62,21 @@ static void make_inputs(pass_fixture *fixture, egi_tensor *inputs) {
   }
 }
 
-static egi_tensor evaluate(pass_fixture *fixture, const char *what, const egi_tensor *inputs) {
-  egi_tensor output;
+/* False when sizes of the graph depend on data: a loop over experts before it is recognised. */
+static bool evaluate(pass_fixture *fixture, const egi_tensor *inputs, egi_tensor *out) {
   assert_int_equal(fixture->graph->n_outputs, 1);
-  must(fixture, what, egi_evaluator_cpu()->graph(fixture->ctx, fixture->graph, inputs, &fixture->arena, &output));
-  return output;
+  return egi_evaluator_cpu()->graph(fixture->ctx, fixture->graph, inputs, &fixture->arena, out) == EG_OK;
 }
 
-static void compare(const char *what, const egi_tensor *before, const egi_tensor *after) {
+static bool compare(const egi_tensor *before, const egi_tensor *after) {
   int64_t count = egi_tensor_count(before), row = count / SIZE_BATCH / SIZE_SEQUENCE;
-  assert_int_equal(count, egi_tensor_count(after));
+  if (count != egi_tensor_count(after)) return false;
   for (int64_t i = 0; i < count; i++) {
     double a = (double)((const float *)before->data)[i], b = (double)((const float *)after->data)[i];
     if (!is_valid(i / row / SIZE_SEQUENCE, i / row % SIZE_SEQUENCE)) continue;
-    if (!(fabs(a - b) <= 1e-4 * (1 + fabs(a)))) fail_msg("%s: element %d is %.9g, was %.9g", what, (int)i, b, a);
+    if (!(fabs(a - b) <= 1e-4 * (1 + fabs(a)))) return false;
   }
+  return true;
 }
 
 static summary summarise(pass_fixture *fixture, const char *what) {
@@ -83,6 +85,7 @@ static summary summarise(pass_fixture *fixture, const char *what) {
                                        EGI_OP_RotaryEmbedding,
                                        EGI_OP_MaskedAttention,
                                        EGI_OP_GLU,
+                                       EGI_OP_MoE,
                                        EGI_OP_Gelu,
                                        EGI_OP_Linear,
                                        EGI_OP_MatMul,
@@ -104,42 +107,53 @@ static void recognise(pass_fixture *fixture, const char *what) {
   must(fixture, what, egi_graph_verify(fixture->graph));
 }
 
-static void check_same(const char *what, const summary *before, const summary *after) {
-  for (unsigned i = 0; i < N_COUNTS; i++) {
-    if (before->counts[i] == after->counts[i]) continue;
-    n_failed++;
-    printf("%s: %u nodes of operator %u in place of %u\n", what, after->counts[i], i, before->counts[i]);
+typedef struct trial {
+  const char *path;
+  summary expected;
+  egi_tensor inputs[MAX_INPUTS], before;
+  char what[2048];
+} trial;
+
+/* The steps of `mask`, each drawn by itself; false when something is not as it was. */
+static bool try_steps(pass_fixture *fixture, trial *t, unsigned seed, unsigned mask) {
+  egi_tensor after;
+  size_t used = (size_t)snprintf(t->what, sizeof(t->what), "%s, seed %u", t->path, seed);
+  load(fixture, t->path);
+  for (unsigned i = 0; i < N_STEPS; i++) {
+    respeller r;
+    if (!(mask >> i & 1)) continue;
+    respeller_begin(&r, fixture->graph, seed * UINT64_C(1000003) + i);
+    size_t kind = respeller_random(&r, respell_count());
+    if (respell(&r, kind) && used < sizeof(t->what))
+      used += (size_t)snprintf(t->what + used, sizeof(t->what) - used, ", %s", respell_name(kind));
+    must(fixture, t->what, r.emit.status);
   }
-  if (before->n_linears == after->n_linears && before->n_parameters == after->n_parameters) return;
-  n_failed++;
-  printf("%s: %zu linear layers, %zu parameters in place of %zu, %zu\n", what, after->n_linears, after->n_parameters,
-         before->n_linears, before->n_parameters);
+  recognise(fixture, t->what);
+  summary found = summarise(fixture, t->what);
+  if (used < sizeof(t->what) && memcmp(&found, &t->expected, sizeof(found)) != 0)
+    for (unsigned i = 0; i < N_COUNTS && used < sizeof(t->what); i++)
+      used += (size_t)snprintf(t->what + used, sizeof(t->what) - used, "%s%zu/%zu", i ? " " : ": ", found.counts[i],
+                               t->expected.counts[i]);
+  return memcmp(&found, &t->expected, sizeof(found)) == 0 && evaluate(fixture, t->inputs, &after) &&
+         compare(&t->before, &after);
 }
 
 static void check_file(pass_fixture *fixture, const char *path) {
-  egi_tensor inputs[MAX_INPUTS];
+  trial t = {.path = path};
   load(fixture, path);
-  make_inputs(fixture, inputs);
-  egi_tensor before = evaluate(fixture, path, inputs);
+  make_inputs(fixture, t.inputs);
+  bool has_result = evaluate(fixture, t.inputs, &t.before);
   recognise(fixture, path);
-  summary expected = summarise(fixture, path);
+  t.expected = summarise(fixture, path);
+  if (!has_result && !evaluate(fixture, t.inputs, &t.before)) fail_msg("%s: %s", path, eg_context_error(fixture->ctx));
   for (unsigned seed = 0; seed < n_seeds; seed++) {
-    char what[2048];
-    respeller r;
-    size_t used = (size_t)snprintf(what, sizeof(what), "%s, seed %u", path, seed);
-    load(fixture, path);
-    respeller_begin(&r, fixture->graph, seed);
-    for (unsigned i = 0; i < N_STEPS; i++) {
-      size_t kind = respeller_random(&r, respell_count());
-      if (respell(&r, kind) && used < sizeof(what))
-        used += (size_t)snprintf(what + used, sizeof(what) - used, ", %s", respell_name(kind));
-    }
-    must(fixture, what, r.emit.status);
-    recognise(fixture, what);
-    summary found = summarise(fixture, what);
-    check_same(what, &expected, &found);
-    egi_tensor after = evaluate(fixture, what, inputs);
-    compare(what, &before, &after);
+    unsigned mask = (1u << N_STEPS) - 1;
+    if (try_steps(fixture, &t, seed, mask)) continue;
+    for (unsigned i = 0; i < N_STEPS; i++) /* as few steps as fail */
+      if (!try_steps(fixture, &t, seed, mask & ~(1u << i))) mask &= ~(1u << i);
+    try_steps(fixture, &t, seed, mask);
+    n_failed++;
+    printf("%s\n", t.what);
   }
 }
 
@@ -160,6 +174,11 @@ static void check_folder(pass_fixture *fixture, const char *name, unsigned *n_fi
 }
 
 static void respelled_models_are_recognised(void **state) {
+  if (n_paths > 0) {
+    for (int i = 0; i < n_paths; i++) check_file(*state, paths[i]);
+    assert_int_equal(n_failed, 0);
+    return;
+  }
   static const char *const folders[] = {"gpt2", "llama", "qwen2", "qwen3"};
   unsigned n_files = 0;
   for (size_t i = 0; i < EGI_COUNT(folders); i++) check_folder(*state, folders[i], &n_files);
@@ -170,6 +189,8 @@ static void respelled_models_are_recognised(void **state) {
 int main(int n_arguments, char **arguments) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test_setup_teardown(respelled_models_are_recognised, pass_set_up, pass_tear_down)};
+  paths = arguments + 2;
+  n_paths = n_arguments > 2 ? n_arguments - 2 : 0;
   if (n_arguments > 1) n_seeds = (unsigned)strtoul(arguments[1], NULL, 10);
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
