@@ -20,8 +20,9 @@ static bool lacks_positions(const egi_graph *graph, egi_value_id logits, egi_val
   egi_dims *dims = graph->module->dims;
   const egi_value *value = &graph->values[logits], *ids = &graph->values[tokens];
   int64_t rows = 0, expected = 0;
-  if (value->rank == 2)
-    return egi_dim_resolve(dims, value->dims[0]) == egi_dim_resolve(dims, ids->dims[0]) && ids->dims[0] != ids->dims[1];
+  if (value->rank == 2) /* [batch, vocabulary] */
+    return egi_dim_resolve(dims, value->dims[0]) == egi_dim_resolve(dims, ids->dims[0]) &&
+           egi_dim_value(dims, egi_dim_resolve(dims, value->dims[1]), &rows) && rows > 1;
   bool is_number = egi_dim_value(dims, egi_dim_resolve(dims, value->dims[1]), &rows);
   bool is_known = egi_dim_value(dims, egi_dim_resolve(dims, ids->dims[1]), &expected);
   return is_number && rows == 1 && !(is_known && expected == 1);

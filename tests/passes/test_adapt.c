@@ -88,6 +88,17 @@ static void unfit_logits_are_refused(void **state) {
              "(int64[b,s] input_ids) => (float[b,1,2] logits) <float[3,2] t = {1,2,3,4,5,6}, int64[1] f = {-1},\n"
              " int64[1] u = {9223372036854775807}, int64[1] a = {1}> { e = Gather (t, input_ids)  logits = Slice (e, "
              "f, u, a) }");
+  assert_int_equal(pass_try(fixture, "append_loss", NULL), EG_ERROR_UNSUPPORTED);
+  pass_expect_error(fixture, "the head keeps the last position alone");
+  pass_graph(fixture, "(int64[b,s] input_ids) => (float[b,2] logits) <float[3,2] t = {1,2,3,4,5,6}, int64 f = {-1}>\n"
+                      "{ e = Gather (t, input_ids)  logits = Gather <axis = 1> (e, f) }");
+  assert_int_equal(pass_try(fixture, "append_loss", NULL), EG_ERROR_UNSUPPORTED);
+  pass_expect_error(fixture, "the head keeps the last position alone");
+  pass_graph(
+      fixture,
+      "(int64[b,s] input_ids) => (float[b,3,2] logits) <float[3,2] t = {1,2,3,4,5,6}, int64[1] f = {-3},\n"
+      " int64[1] u = {9223372036854775807}, int64[1] a = {1}, int64[3] n = {0,3,2}> { e = Gather (t, input_ids)  "
+      "l = Slice (e, f, u, a) logits = Reshape (l, n) }");
   assert_int_equal(pass_try(fixture, "append_loss", NULL), EG_ERROR_DATA);
   pass_expect_error(fixture, "does not hold logits for each token");
   pass_graph(fixture, MODEL("logits = MatMul (\"present.0\", w)"));
