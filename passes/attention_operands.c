@@ -91,7 +91,7 @@ static egi_value_id find_gathered(const egi_graph *graph, const egi_node *node, 
       !egi_value_integers(graph, node->inputs[1], indices, EGI_COUNT(indices), &count))
     return 0;
   if (!egi_dim_value(dims, egi_dim_resolve(dims, data->dims[axis]), &kv_heads) || kv_heads <= 0) return 0;
-  if (count % kv_heads != 0) return 0;
+  if (count == 0 || count % kv_heads != 0) return 0;
   for (uint32_t i = 0; i < count; i++)
     if (indices[i] != i / (count / kv_heads)) return 0;
   return node->inputs[0];
