@@ -66,6 +66,18 @@ static const char *const pair_tables[] = {
     FORM(ROW_NAMES ", u0, u1, shape", EVEN_ROW_SPLIT, ROTATED STACK),
 };
 
+/* Two values that are no halves of one: DeepSeek's even and odd elements, which stay apart. */
+static const char *const apart[] = {
+    "(a, b, cos, sin) => (y) { " ROTATED JOINED,
+};
+/* The same, joined at once with what is not rotated. */
+static const char *const apart_behind[] = {
+    "(a, b, rest, cos, sin) => (y) { " ROTATED "y = Concat <axis = -1> (rest, f, g) }",
+};
+static const char *const apart_before[] = {
+    "(a, b, rest, cos, sin) => (y) { " ROTATED "y = Concat <axis = -1> (f, g, rest) }",
+};
+
 /* The first part of each head is rotated, the rest goes on as it is. */
 #define TURN "y0 = RotaryEmbedding <interleaved: int = @interleaved, rotary_embedding_dim = 0> (a, cos, sin) "
 #define TURN_ASIDE                                                                                   \
@@ -162,21 +174,18 @@ static bool is_stacked(const egi_match *match) {
 
 /* ---- checks ---------------------------------------------------------------------------------------------------- */
 
-static bool finish(egi_match *match, egi_rotary_layout layout, egi_rotary_width width, bool is_interleaved) {
+/* `of` names a value with the batch and the sequence of what is rotated; a table has `size` elements a position. */
+static bool finish(egi_match *match, const char *of, int64_t size, egi_rotary_layout layout, egi_rotary_width width) {
   egi_rotary_tables *tables = egi_match_userdata(match);
-  egi_value_id x = egi_match_value(match, "x");
+  egi_value_id x = egi_match_value(match, of);
   static const char *const names[2] = {"cos", "sin"}, *const bound[2] = {"cosines", "sines"};
-  int64_t size = 0;
-  egi_match_size(match, "x", 1, &size);
   for (unsigned i = 0; i < 2; i++) {
     egi_value_id table = egi_match_value(match, names[i]);
-    if (!egi_rotary_table_fits(tables, table, x, layout, width == EGI_ROTARY_SINGLE ? size / 2 : size))
+    if (!egi_rotary_table_fits(tables, table, x, layout, size))
       return egi_match_refuse(match, "a table does not vary by position and element alone");
     if (!egi_rotary_table_is_repeated(tables, table, width))
       return egi_match_refuse(match, "a table is not proven to hold each angle twice");
   }
-  const egi_attribute interleaved = egi_attribute_int("interleaved", is_interleaved);
-  egi_match_set(match, &interleaved);
   for (unsigned i = 0; i < 2; i++) {
     egi_value_id table = egi_match_value(match, names[i]);
     egi_match_bind(match, bound[i], egi_rotary_table(tables, egi_match_emitter(match), table, x, layout, width));
@@ -190,15 +199,32 @@ static bool check_halves(egi_match *match, egi_rotary_layout layout, egi_rotary_
     return egi_match_refuse(match, "what is rotated has not four dimensions");
   if (!egi_match_size(match, "x", 1, &size) || size % 2 != 0 || !cuts_at(match, size / 2))
     return egi_match_refuse(match, "the parts are not the two halves");
-  return finish(match, layout, width, false);
+  const egi_attribute interleaved = egi_attribute_int("interleaved", 0);
+  return egi_match_set(match, &interleaved) &&
+         finish(match, "x", width == EGI_ROTARY_SINGLE ? size / 2 : size, layout, width);
+}
+
+static bool check_apart(egi_match *match, egi_rotary_layout layout, egi_rotary_width width) {
+  const egi_graph *graph = egi_match_graph(match);
+  int64_t size = 0;
+  if (graph->values[egi_match_value(match, "a")].rank != 4)
+    return egi_match_refuse(match, "what is rotated has not four dimensions");
+  if (!egi_match_size(match, "a", 1, &size) ||
+      !egi_same_shape(graph, egi_match_value(match, "a"), egi_match_value(match, "b")))
+    return egi_match_refuse(match, "the parts are not of one shape");
+  return finish(match, "a", size, layout, width);
 }
 
 static bool check_pairs(egi_match *match, egi_rotary_layout layout, egi_rotary_width width) {
+  int64_t size = 0;
   if (egi_match_graph(match)->values[egi_match_value(match, "x")].rank != 4)
     return egi_match_refuse(match, "what is rotated has not four dimensions");
   if (!takes_turns(match)) return egi_match_refuse(match, "the parts are not the even and the odd elements");
   if (!is_stacked(match)) return egi_match_refuse(match, "the parts are not put back in turns");
-  return finish(match, layout, width, true);
+  const egi_attribute interleaved = egi_attribute_int("interleaved", 1);
+  egi_match_size(match, "x", 1, &size);
+  return egi_match_set(match, &interleaved) &&
+         finish(match, "x", width == EGI_ROTARY_SINGLE ? size / 2 : size, layout, width);
 }
 
 static bool check_part(egi_match *match) {
@@ -215,10 +241,12 @@ static bool check_part(egi_match *match) {
   }
 CHECK(check_heads_halves, check_halves, HEADS_FIRST, HALVES)
 CHECK(check_heads_half_tables, check_halves, HEADS_FIRST, SINGLE)
+CHECK(check_heads_apart, check_apart, HEADS_FIRST, SINGLE)
 CHECK(check_heads_pairs, check_pairs, HEADS_FIRST, PAIRS)
 CHECK(check_heads_pair_tables, check_pairs, HEADS_FIRST, SINGLE)
 CHECK(check_sequence_halves, check_halves, SEQUENCE_FIRST, HALVES)
 CHECK(check_sequence_half_tables, check_halves, SEQUENCE_FIRST, SINGLE)
+CHECK(check_sequence_apart, check_apart, SEQUENCE_FIRST, SINGLE)
 CHECK(check_sequence_pairs, check_pairs, SEQUENCE_FIRST, PAIRS)
 CHECK(check_sequence_pair_tables, check_pairs, SEQUENCE_FIRST, SINGLE)
 
@@ -228,6 +256,15 @@ CHECK(check_sequence_pair_tables, check_pairs, SEQUENCE_FIRST, SINGLE)
 #define ASIDE(op, cosines, sines)                                                                                     \
   "(x, " cosines ", " sines ") => (y) { x1 = Transpose <perm = [0, 2, 1, 3]> (x) y1 = " op "(x1, " cosines ", " sines \
   ") y = Transpose <perm = [0, 2, 1, 3]> (y1) }"
+#define APART(names, join)                                                  \
+  "(a, b, cosines, sines" names ") => (y) { x = Concat <axis = -1> (a, b) " \
+  "r = RotaryEmbedding <interleaved = 0> (x, cosines, sines) " join " }"
+#define APART_ASIDE(names, join)                                                                                     \
+  "(a, b, cosines, sines" names ") => (y) { x = Concat <axis = -1> (a, b) x1 = Transpose <perm = [0, 2, 1, 3]> (x) " \
+  "r1 = RotaryEmbedding <interleaved = 0> (x1, cosines, sines) r = Transpose <perm = [0, 2, 1, 3]> (r1) " join " }"
+#define JOIN_NOTHING "y = Identity (r)"
+#define JOIN_BEHIND "y = Concat <axis = -1> (rest, r)"
+#define JOIN_BEFORE "y = Concat <axis = -1> (r, rest)"
 #define RULE(name, patterns, replacement, check) \
   { name, patterns, EGI_COUNT(patterns), replacement, check, false, NULL }
 
@@ -240,6 +277,12 @@ static const egi_rule rules[] = {
     RULE("rope_half_tables_sequence_first", half_tables, ASIDE(ROTARY, "cosines", "sines"), check_sequence_half_tables),
     RULE("rope_pairs_sequence_first", pairs, ASIDE(ROTARY, "cosines", "sines"), check_sequence_pairs),
     RULE("rope_pair_tables_sequence_first", pair_tables, ASIDE(ROTARY, "cosines", "sines"), check_sequence_pair_tables),
+    RULE("rope_apart", apart, APART("", JOIN_NOTHING), check_heads_apart),
+    RULE("rope_apart_sequence_first", apart, APART_ASIDE("", JOIN_NOTHING), check_sequence_apart),
+    RULE("rope_behind", apart_behind, APART(", rest", JOIN_BEHIND), check_heads_apart),
+    RULE("rope_behind_sequence_first", apart_behind, APART_ASIDE(", rest", JOIN_BEHIND), check_sequence_apart),
+    RULE("rope_before", apart_before, APART(", rest", JOIN_BEFORE), check_heads_apart),
+    RULE("rope_before_sequence_first", apart_before, APART_ASIDE(", rest", JOIN_BEFORE), check_sequence_apart),
     RULE("rope_part", parts, DIRECT(PARTIAL, "cos", "sin"), check_part),
     RULE("rope_part_sequence_first", parts_aside, ASIDE(PARTIAL, "cos", "sin"), check_part),
 };

@@ -97,6 +97,20 @@ static const spelling spellings[] = {
          "(float[B,S,H,12] z, int64[B,S] pos) => (float[B,S,H,12] y) <" NUMBERS ", int64[1] eight = {8}> {" TABLES
          "c = Unsqueeze (cf, two) s = Unsqueeze (sf, two) x = Slice (z, zero, eight, three, one) "
          "rest = Slice (z, eight, end, three, one) " HALVES TURN "r = Add (p, q) y = Concat <axis = -1> (r, rest) }"),
+    ROPE("DeepSeek: even and odd elements turned, and kept apart",
+         X "<" NUMBERS "> {" HALF_TABLES HEADS TURNS ROTATED "y = Concat <axis = -1> (lo, hi) }"),
+    ROPE("even and odd elements kept apart, behind what is not turned",
+         "(float[B,H,S,12] z, int64[B,S] pos) => (float[B,H,S,12] y) <" NUMBERS
+         ", int64[2] parts = {4, 8}> {" HALF_TABLES HEADS "rest, x = Split <axis = -1> (z, parts) " TURNS ROTATED
+         "y = Concat <axis = -1> (rest, lo, hi) }"),
+    ROPE("halves and what is not turned joined at once",
+         "(float[B,S,H,12] z, int64[B,S] pos) => (float[B,S,H,12] y) <" NUMBERS
+         ", int64[3] parts = {4, 4, 4}> {" HALF_TABLES
+         "c = Unsqueeze (cf, two) s = Unsqueeze (sf, two) a, b, rest = Split <axis = -1> (z, parts) " ROTATED
+         "y = Concat <axis = -1> (lo, hi, rest) }"),
+    ROPE("even and odd elements kept apart, sequence before heads",
+         XS "<" NUMBERS "> {" HALF_TABLES "c = Unsqueeze (cf, two) s = Unsqueeze (sf, two) " TURNS ROTATED
+            "y = Concat <axis = -1> (lo, hi) }"),
     ROPE("pairs: slices of step 2, tables of full width",
          X "<" NUMBERS FLAT "> {" PAIRED_TABLES HEADS TURNS
            "n = Neg (b) " STACK("t", "n", "a") "p = Mul (x, c) q = Mul (t, s) y = Add (p, q) }"),
