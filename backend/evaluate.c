@@ -136,6 +136,16 @@ static eg_status run_session(const egi_graph *graph, egi_session *session, const
   return egi_session_run(session);
 }
 
+/* What only the data decides cannot be planned: such a graph runs node by node. */
+static eg_status evaluate_eagerly(eg_context *ctx, const egi_graph *graph, const egi_tensor *inputs, egi_arena *arena,
+                                  egi_tensor *outputs) {
+  egi_store *store = NULL;
+  EG_TRY(egi_store_create(ctx, graph->module, egi_backend_cpu(), &store));
+  eg_status status = egi_eager_run(store, graph, inputs, arena, outputs);
+  egi_store_destroy(store);
+  return status;
+}
+
 static eg_status evaluate_graph(eg_context *ctx, const egi_graph *graph, const egi_tensor *inputs, egi_arena *arena,
                                 egi_tensor *outputs) {
   egi_plan_options options = {0};
@@ -145,8 +155,12 @@ static eg_status evaluate_graph(eg_context *ctx, const egi_graph *graph, const e
   egi_session *session = NULL;
   EG_TRY(egi_bindings_solve(graph, inputs, arena, &bindings, &options.n_bindings));
   options.bindings = bindings;
-  EG_TRY(egi_plan_create(ctx, graph, egi_backend_cpu(), &options, &plan));
-  eg_status status = egi_store_create(ctx, graph->module, egi_backend_cpu(), &store);
+  bool is_dynamic = false;
+  options.out_is_dynamic = &is_dynamic;
+  eg_status status = egi_plan_create(ctx, graph, egi_backend_cpu(), &options, &plan);
+  if (status != EG_OK && is_dynamic) return evaluate_eagerly(ctx, graph, inputs, arena, outputs);
+  EG_TRY(status);
+  status = egi_store_create(ctx, graph->module, egi_backend_cpu(), &store);
   if (status == EG_OK && plan->uses_states) status = egi_store_make_pools(store);
   if (status == EG_OK) status = egi_session_create(store, plan, NULL, &session);
   if (status == EG_OK) status = run_session(graph, session, inputs);
