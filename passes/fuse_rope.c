@@ -193,10 +193,19 @@ static bool finish(egi_match *match, const char *of, int64_t size, egi_rotary_la
   return true;
 }
 
+/* Heads of floats with at least one pair. */
+static bool can_rotate(egi_match *match, const char *name, int64_t smallest) {
+  const egi_value *value = &egi_match_graph(match)->values[egi_match_value(match, name)];
+  int64_t size = 0;
+  if (!egi_dtype_is_float(value->dtype) || value->rank != 4)
+    return egi_match_refuse(match, "what is rotated are no heads of floats");
+  return (egi_match_size(match, name, 1, &size) && size >= smallest) ||
+         egi_match_refuse(match, "the size of a head is not a known number");
+}
+
 static bool check_halves(egi_match *match, egi_rotary_layout layout, egi_rotary_width width) {
   int64_t size = 0;
-  if (egi_match_graph(match)->values[egi_match_value(match, "x")].rank != 4)
-    return egi_match_refuse(match, "what is rotated has not four dimensions");
+  if (!can_rotate(match, "x", 2)) return false;
   if (!egi_match_size(match, "x", 1, &size) || size % 2 != 0 || !cuts_at(match, size / 2))
     return egi_match_refuse(match, "the parts are not the two halves");
   const egi_attribute interleaved = egi_attribute_int("interleaved", 0);
@@ -207,8 +216,7 @@ static bool check_halves(egi_match *match, egi_rotary_layout layout, egi_rotary_
 static bool check_apart(egi_match *match, egi_rotary_layout layout, egi_rotary_width width) {
   const egi_graph *graph = egi_match_graph(match);
   int64_t size = 0;
-  if (graph->values[egi_match_value(match, "a")].rank != 4)
-    return egi_match_refuse(match, "what is rotated has not four dimensions");
+  if (!can_rotate(match, "a", 1)) return false;
   if (!egi_match_size(match, "a", 1, &size) ||
       !egi_same_shape(graph, egi_match_value(match, "a"), egi_match_value(match, "b")))
     return egi_match_refuse(match, "the parts are not of one shape");
@@ -217,8 +225,7 @@ static bool check_apart(egi_match *match, egi_rotary_layout layout, egi_rotary_w
 
 static bool check_pairs(egi_match *match, egi_rotary_layout layout, egi_rotary_width width) {
   int64_t size = 0;
-  if (egi_match_graph(match)->values[egi_match_value(match, "x")].rank != 4)
-    return egi_match_refuse(match, "what is rotated has not four dimensions");
+  if (!can_rotate(match, "x", 2)) return false;
   if (!takes_turns(match)) return egi_match_refuse(match, "the parts are not the even and the odd elements");
   if (!is_stacked(match)) return egi_match_refuse(match, "the parts are not put back in turns");
   const egi_attribute interleaved = egi_attribute_int("interleaved", 1);

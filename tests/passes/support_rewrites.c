@@ -50,6 +50,8 @@ static double get_number(const egi_tensor *tensor, int64_t i) {
     return (double)egi_f16_to_f32(((const uint16_t *)tensor->data)[i]);
   case EG_DTYPE_BF16:
     return (double)egi_bf16_to_f32(((const uint16_t *)tensor->data)[i]);
+  case EG_DTYPE_I64:
+    return (double)((const int64_t *)tensor->data)[i];
   default:
     fail_msg("no result of type %s", egi_dtype_name(tensor->dtype));
     return nan("");

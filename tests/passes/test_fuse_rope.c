@@ -144,6 +144,10 @@ static const spelling near_misses[] = {
             "a = Slice (x, zero, four, two, one) b = Slice (x, four, end, two, one) n = Neg (b) "
             "t = Concat <axis = 2> (n, a) p = Mul (x, c) q = Mul (t, s) y = Add (p, q) }",
             "an attribute has another value"),
+    NO_ROPE("whole numbers",
+            "(int64[B,H,S,8] x, int64[B,H,S,8] c0, int64[B,H,S,8] s0) => (int64[B,H,S,8] y) <" NUMBERS "> { "
+            "c = ReduceMax (c0, one) s = ReduceMax (s0, one) " HALVES TURN "y = Add (p, q) }",
+            "what is rotated are no heads of floats"),
     NO_ROPE("halves of the table differ",
             X "<float[4] others = {3, 2, 1, 0.5}, " NUMBERS "> {" ANGLES "g = Mul (pf, others) "
               "f = Concat <axis = -1> (angles, g) cf = Cos (f) sf = Sin (f) " HEADS HALVES TURN "y = Add (p, q) }",
