@@ -172,7 +172,8 @@ static const char *add_kind(egi_body *body) {
   bool is_causal = egi_node_int(body->node, "causal", 0) != 0;
   int64_t window = egi_node_int(body->node, "window", 0);
   const char *valid = NULL;
-  if (is_causal || window > 0) egi_body_add_positions(body);
+  bool has_documents = egi_body_has(body, 5);
+  if (is_causal || window > 0 || has_documents) egi_body_add_positions(body);
   if (is_causal) valid = egi_body_add_condition(body, valid, "is_before", "LessOrEqual (columns, rows_)");
   if (window > 0) {
     egi_body_integer(body, "window", window);
@@ -182,6 +183,12 @@ static const char *add_kind(egi_body *body) {
   if (window > 0 && !is_causal) {
     egi_text_add(body->text, "distance_back = Neg (distance)\n");
     valid = egi_body_add_condition(body, valid, "is_soon", "Less (distance_back, window)");
+  }
+  if (has_documents) {
+    egi_text_add(body->text, "narrow_columns = Cast <to = 6> (columns)\nfirst_keys = Unsqueeze (first_key, last_axis)\n"
+                             "last_queries = Unsqueeze (last_query, last_axis)\n");
+    valid = egi_body_add_condition(body, valid, "is_begun", "GreaterOrEqual (narrow_columns, first_keys)");
+    valid = egi_body_add_condition(body, valid, "is_not_over", "LessOrEqual (narrow_columns, last_queries)");
   }
   if (!egi_body_has(body, 3)) return valid;
   const int64_t axes[2] = {1, 2};
@@ -228,6 +235,25 @@ static void add_log_sum(egi_body *body, const char *valid) {
                   "infinity = Reciprocal (nothing)\nseen_total = ReduceSum <keepdims = 0> (probabilities, sum_axis)\n"
                   "is_seen = Greater (seen_total, nothing)\nlog_sum_or_none = Where (is_seen, log_sum, infinity)\n"
                   "lse = Cast <to = 1> (log_sum_or_none)\n");
+}
+
+/* The document of each row is counted: a one stands where one begins. */
+bool egi_body_packed_metadata(egi_body *body) {
+  egi_text_add(body->text,
+               "zero = Constant <value_int = 0> ()\none = Constant <value_int = 1> ()\n"
+               "one_row = Constant <value_ints = [1]> ()\nno_row = Constant <value_ints = [0]> ()\n"
+               "length = Shape <start = -1> (rows)\nn_rows = Squeeze (length, no_row)\n"
+               "length_and_one = Add (length, one_row)\n"
+               "blank = ConstantOfShape <value = int32[1] {0}> (length_and_one)\n"
+               "begins = Equal (cu_seqlens, cu_seqlens)\nmarks = Cast <to = 6> (begins)\n"
+               "marked = ScatterElements <axis = 0> (blank, cu_seqlens, marks)\n"
+               "starts = Slice (marked, no_row, length, no_row)\ncounted = CumSum (starts, zero)\n"
+               "next = Cast <to = 7> (counted)\nown = Sub (next, one)\n"
+               "first_key = Gather <axis = 0> (cu_seqlens, own)\nend = Gather <axis = 0> (cu_seqlens, next)\n"
+               "narrow_one = Cast <to = 6> (one)\nlast_query = Sub (end, narrow_one)\n"
+               "row_numbers = Range (zero, n_rows, one)\nnarrow_numbers = Cast <to = 6> (row_numbers)\n"
+               "positions = Sub (narrow_numbers, first_key)\n");
+  return true;
 }
 
 bool egi_body_masked_attention(egi_body *body) {

@@ -182,12 +182,26 @@ eg_status egi_shape_attention_grad(egi_inference *in) {
   return EG_OK;
 }
 
-/* key_valid and sinks, with the sizes that they share with Q, K and V. */
-static eg_status check_masked_operands(const egi_inference *in, attention *a) {
+/* first_key and last_query: i32 [sequence], both or none. */
+static eg_status check_documents(const egi_inference *in, unsigned first_key, const attention *a) {
+  if ((egi_shape_input(in, first_key) == NULL) != (egi_shape_input(in, first_key + 1) == NULL))
+    return egi_shape_fail(in, "first_key and last_query come together");
+  for (unsigned i = first_key; i < first_key + 2 && egi_shape_input(in, i) != NULL; i++) {
+    EG_TRY(egi_shape_check_type(in, i, EG_DTYPE_I32));
+    EG_TRY(egi_shape_check_input_rank(in, i, 1));
+    EG_TRY(
+        egi_shape_equal(in, "first_key, last_query and queries", egi_shape_input(in, i)->dims[0], a->q.length, NULL));
+  }
+  return EG_OK;
+}
+
+/* key_valid, sinks and the documents' rows, with the sizes that they share with Q, K and V. */
+static eg_status check_masked_operands(const egi_inference *in, unsigned first_key, attention *a) {
   const egi_value *valid = egi_shape_input(in, 3), *sinks = egi_shape_input(in, 4);
   for (unsigned i = 0; i < 3; i++) EG_TRY(egi_shape_check_input_rank(in, i, 4));
   EG_TRY(check_operands(in, a));
   EG_TRY(egi_shape_equal(in, "queries and keys", a->q.length, a->k.length, NULL));
+  EG_TRY(check_documents(in, first_key, a));
   if (egi_node_int(in->node, "window", 0) < 0) return egi_shape_fail(in, "the window is negative");
   if (valid != NULL) {
     EG_TRY(egi_shape_check_type(in, 3, EG_DTYPE_BOOL));
@@ -203,17 +217,27 @@ static eg_status check_masked_operands(const egi_inference *in, attention *a) {
 
 eg_status egi_shape_masked_attention(egi_inference *in) {
   attention a;
-  EG_TRY(check_masked_operands(in, &a));
+  EG_TRY(check_masked_operands(in, 5, &a));
   const egi_dim dims[4] = {a.q.batch, a.q.heads, a.q.length, a.v.width};
   EG_TRY(egi_shape_set(in, 0, egi_shape_input(in, 0)->dtype, 4, dims));
   return egi_shape_set(in, 1, EG_DTYPE_F32, 3, dims);
 }
 
-/* Q, K, V, key_valid, sinks, Y, lse, dY -> dQ, dK, dV, d sinks */
+/* cu_seqlens, rows -> first_key, last_query, positions */
+eg_status egi_shape_packed_metadata(egi_inference *in) {
+  const egi_value *rows = egi_shape_input(in, 1);
+  EG_TRY(egi_shape_check_type(in, 0, EG_DTYPE_I32));
+  EG_TRY(egi_shape_check_input_rank(in, 0, 1));
+  if (rows->rank < 1) return egi_shape_fail(in, "the rows must have a dimension");
+  for (unsigned i = 0; i < 3; i++) EG_TRY(egi_shape_set(in, i, EG_DTYPE_I32, 1, &rows->dims[rows->rank - 1]));
+  return EG_OK;
+}
+
+/* Q, K, V, key_valid, sinks, Y, lse, dY, first_key, last_query -> dQ, dK, dV, d sinks */
 eg_status egi_shape_masked_attention_grad(egi_inference *in) {
   const egi_value *y = egi_shape_input(in, 5), *lse = egi_shape_input(in, 6), *dy = egi_shape_input(in, 7);
   attention a;
-  EG_TRY(check_masked_operands(in, &a));
+  EG_TRY(check_masked_operands(in, 8, &a));
   EG_TRY(egi_shape_check_input_rank(in, 7, y->rank));
   for (int i = 0; i < y->rank; i++) EG_TRY(egi_shape_equal(in, "the gradient's shape", y->dims[i], dy->dims[i], NULL));
   EG_TRY(egi_shape_check_type(in, 6, EG_DTYPE_F32));

@@ -22,6 +22,7 @@ typedef struct egi_attention {
   int64_t n_batches, q_heads, kv_heads, n_queries, n_keys, n_past, width, value_width;
   double scale, softcap;
   bool is_causal, has_lengths, has_mask, has_sinks;
+  unsigned first_key_input; /* last_query follows; 0: no documents */
   int64_t left, right;        /* window; -1: none */
   egi_heads q, k, v, y, mask; /* k and v: of the present ones when there is a past */
   int64_t mask_columns;       /* keys beyond it are hidden */
@@ -35,6 +36,8 @@ typedef struct egi_attention_head {
   int64_t batch, q_head;
   int64_t length; /* keys of this batch entry: nonpad_kv_seqlen, or all */
   int64_t offset; /* position of query 0 among the keys */
+  const int32_t *first_key, *last_query; /* of each query, these strides apart; NULL: no documents */
+  int64_t first_key_stride, last_query_stride;
 } egi_attention_head;
 
 typedef struct egi_key_range {
@@ -49,8 +52,9 @@ typedef enum egi_mask_state {
 
 /* Sizes, attributes, types of Q, K, V and mask (inputs 0 to 3); fails as prepare does. */
 eg_status egi_attention_read(egi_kernel_plan *plan, egi_attention *out_attention);
-/* The same for MaskedAttention: key_valid (input 3) is a mask that all heads and queries share; sinks are input 4. */
-eg_status egi_masked_attention_read(egi_kernel_plan *plan, egi_attention *out_attention);
+/* The same for MaskedAttention: key_valid (input 3) is a mask that all heads and queries share; sinks are input 4;
+ * first_key, when there, input `first_key`. */
+eg_status egi_masked_attention_read(egi_kernel_plan *plan, unsigned first_key, egi_attention *out_attention);
 /* The sink of a query head, -inf where there is none. */
 double egi_attention_sink(const egi_attention *a, const egi_kernel_call *call, int64_t q_head);
 /* [batch, heads, rows, columns], or [batch, rows, heads · columns] taken apart. */

@@ -10,7 +10,7 @@
 
 #define TILE_OWN_KEYS ((int64_t)128) /* of a task that owns keys; at most EGI_TILE_KEYS */
 
-enum { INPUT_MASK = 3, INPUT_Y = 4, INPUT_MASKED_Y = 5 }; /* lse and dY follow Y */
+enum { INPUT_MASK = 3, INPUT_Y = 4, INPUT_MASKED_Y = 5, INPUT_FIRST_KEY = 8 }; /* lse and dY follow Y */
 enum { OUTPUT_DQ, OUTPUT_DK, OUTPUT_DV, OUTPUT_DSINKS, OUTPUT_COUNT };
 
 typedef struct grad_params {
@@ -99,7 +99,7 @@ eg_status egi_cpu_prepare_attention_grad(egi_kernel_plan *plan) {
 eg_status egi_cpu_prepare_masked_attention_grad(egi_kernel_plan *plan) {
   grad_params *p = EGI_NEW(plan->arena, grad_params, 1);
   if (!p) return EG_ERROR_MEMORY;
-  EG_TRY(egi_masked_attention_read(plan, &p->shared));
+  EG_TRY(egi_masked_attention_read(plan, INPUT_FIRST_KEY, &p->shared));
   return prepare(plan, p, INPUT_MASKED_Y);
 }
 

@@ -115,11 +115,26 @@ eg_status egi_attention_read(egi_kernel_plan *plan, egi_attention *out_attention
   return read_mask(plan, out_attention);
 }
 
-eg_status egi_masked_attention_read(egi_kernel_plan *plan, egi_attention *out_attention) {
+/* first_key and last_query: i32 [sequence], both or none. */
+static eg_status read_documents(egi_kernel_plan *plan, unsigned first_key, egi_attention *a) {
+  bool has_first = egi_plan_has_input(plan, first_key), has_last = egi_plan_has_input(plan, first_key + 1);
+  if (has_first != has_last) return fail_shape(plan, "first_key and last_query come together");
+  if (!has_first) return EG_OK;
+  for (unsigned i = first_key; i < first_key + 2; i++) {
+    if (plan->inputs[i].dtype != EG_DTYPE_I32) return egi_fail_types(plan);
+    if (plan->inputs[i].rank != 1 || plan->inputs[i].dims[0] != a->n_queries)
+      return fail_shape(plan, "first_key and last_query must have an element for each query");
+  }
+  a->first_key_input = first_key;
+  return EG_OK;
+}
+
+eg_status egi_masked_attention_read(egi_kernel_plan *plan, unsigned first_key, egi_attention *out_attention) {
   egi_attention *a = out_attention;
   const egi_node *node = egi_plan_node(plan);
   const egi_tensor *valid = &plan->inputs[3], *sinks = &plan->inputs[4];
   EG_TRY(read_operands(plan, a));
+  EG_TRY(read_documents(plan, first_key, a));
   int64_t window = egi_node_int(node, "window", 0);
   a->is_causal = egi_node_int(node, "causal", 0) != 0;
   a->left = window - 1; /* -1: none */
@@ -161,6 +176,10 @@ egi_key_range egi_attention_range(const egi_attention *a, const egi_attention_he
   if (a->is_causal) range.last = smaller(range.last, position + 1);
   if (a->right >= 0 && a->right < a->n_keys + a->n_queries) range.last = smaller(range.last, position + a->right + 1);
   if (a->left >= 0 && a->left < a->n_keys + a->n_queries) range.first = larger(0, position - a->left);
+  if (head->first_key) {
+    range.first = larger(range.first, head->first_key[query * head->first_key_stride]);
+    range.last = smaller(range.last, (int64_t)head->last_query[query * head->last_query_stride] + 1);
+  }
   range.last = larger(range.last, 0);
   range.first = smaller(range.first, range.last);
   return range;
@@ -211,6 +230,13 @@ egi_attention_head egi_attention_head_at(const egi_attention *a, const egi_kerne
   head.k = egi_attention_matrix(a, key, &a->k, head.batch, kv_head);
   head.v = egi_attention_matrix(a, value, &a->v, head.batch, kv_head);
   head.offset = a->n_past;
+  if (a->first_key_input != 0) {
+    const egi_tensor *first = &call->inputs[a->first_key_input], *last = &call->inputs[a->first_key_input + 1];
+    head.first_key = first->data;
+    head.first_key_stride = first->strides[0];
+    head.last_query = last->data;
+    head.last_query_stride = last->strides[0];
+  }
   if (a->has_lengths) {
     const int64_t *lengths = call->inputs[6].data;
     int64_t length = lengths[head.batch * call->inputs[6].strides[0]];

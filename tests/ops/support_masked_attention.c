@@ -30,8 +30,12 @@ static const masked_case cases[] = {
     {1, 1, 1, 520, 2, 2, true, 65, PADDING_HOLES, 3.0, true}, {1, 1, 1, 400, 2, 2, false, 100, PADDING_RIGHT, 0, false},
 };
 
+/* Documents in the row. */
+typedef enum documents { DOCUMENTS_NONE, DOCUMENTS_WHOLE, DOCUMENTS_MIXED } documents;
+
 typedef struct operands {
   const masked_case *a;
+  documents documents;
   ops_tensor *q, *k, *v, *valid, *sinks;
   double scale, *dy;
 } operands;
@@ -51,8 +55,16 @@ static bool is_valid(const operands *o, int64_t batch, int64_t key) {
   return !o->valid || o->valid->values[batch * o->a->sequence + key] != 0;
 }
 
+/* Where the document of a row begins; mixed ones have lengths of 1, 3, 1, 37 .. */
+static int64_t document_of(const operands *o, int64_t row) {
+  if (o->documents != DOCUMENTS_MIXED) return 0;
+  while (row > 1 && row != 4 && row % 37 != 5) row--;
+  return row;
+}
+
 static bool is_seen(const operands *o, int64_t batch, int64_t query, int64_t key) {
   const masked_case *a = o->a;
+  if (document_of(o, query) != document_of(o, key)) return false;
   if (!is_valid(o, batch, key) || (a->is_causal && key > query)) return false;
   return a->window == 0 || (key > query - a->window && key < query + a->window);
 }
@@ -148,6 +160,18 @@ static void begin(ops_case *c, void **state, egi_op op, eg_dtype dtype, operands
   c->absolute = dtype == EG_DTYPE_F32 ? 4e-6 : 1e-12;
 }
 
+/* first_key and last_query, the last operands. */
+static void add_documents(ops_case *c, const operands *o) {
+  int64_t n = o->a->sequence;
+  if (o->documents == DOCUMENTS_NONE) return;
+  ops_tensor *first = ops_add_input(c, EG_DTYPE_I32, 1, &n), *last = ops_add_input(c, EG_DTYPE_I32, 1, &n);
+  for (int64_t i = n - 1; i >= 0; i--) {
+    bool is_last = i == n - 1 || document_of(o, i + 1) != document_of(o, i);
+    first->values[i] = (double)document_of(o, i);
+    last->values[i] = is_last ? (double)i : last->values[i + 1];
+  }
+}
+
 /* What no query sees may hold NaN: keys after all queries' windows, and padding. */
 static void spoil_unseen(const operands *o) {
   const masked_case *a = o->a;
@@ -159,11 +183,12 @@ static void spoil_unseen(const operands *o) {
   }
 }
 
-static void check_forward(void **state, const masked_case *a, eg_dtype dtype) {
+static void check_forward(void **state, const masked_case *a, documents packing, eg_dtype dtype) {
   ops_case c;
-  operands o = {.a = a};
+  operands o = {.a = a, .documents = packing};
   int64_t at[3];
   begin(&c, state, EGI_OP_MaskedAttention, dtype, &o);
+  add_documents(&c, &o);
   spoil_unseen(&o);
   ops_tensor *y = ops_add_output(&c, dtype, 4, (const int64_t[4]){a->batch, a->q_heads, a->sequence, a->value_width});
   ops_tensor *lse = ops_add_output(&c, dtype, 3, (const int64_t[3]){a->batch, a->q_heads, a->sequence});
@@ -236,15 +261,17 @@ static void fill_gradients(operands *o, eg_dtype dtype, ops_tensor *const given[
   free(row.raw);
 }
 
-static void check_backward(void **state, const masked_case *a, eg_dtype dtype, unsigned wanted) {
+static void check_backward(void **state, const operands *form, eg_dtype dtype, unsigned wanted) {
   ops_case c;
-  operands o = {.a = a};
+  operands o = *form;
+  const masked_case *a = o.a;
   begin(&c, state, EGI_OP_MaskedAttentionGrad, dtype, &o);
   const int64_t y_dims[4] = {a->batch, a->q_heads, a->sequence, a->value_width};
   ops_tensor *given[3], *out[4], spare[4], *variables[4] = {o.q, o.k, o.v, o.sinks};
   given[0] = ops_add_input(&c, dtype, 4, y_dims);
   given[1] = ops_add_input(&c, dtype, 3, y_dims);
   given[2] = ops_add_input(&c, dtype, 4, y_dims);
+  add_documents(&c, &o);
   for (unsigned i = 0; i < 4; i++) {
     const ops_tensor *like = variables[i];
     out[i] = ops_add_output(&c, dtype, like ? like->rank : 1, like ? like->dims : &a->q_heads);
@@ -265,11 +292,14 @@ static void check_backward(void **state, const masked_case *a, eg_dtype dtype, u
 
 static void check_refusals(void **state) {
   static const masked_case a = {2, 4, 2, 3, 2, 2, true, 0, PADDING_RIGHT, 0, true};
-  for (int i = 0; i < 3; i++) {
+  for (int i = 0; i < 5; i++) {
     ops_case c;
-    operands o = {.a = &a};
+    operands o = {.a = &a, .documents = i < 3 ? DOCUMENTS_NONE : DOCUMENTS_MIXED};
     begin(&c, state, EGI_OP_MaskedAttention, EG_DTYPE_F32, &o);
     (void)ops_add_output(&c, EG_DTYPE_F32, 4, (const int64_t[4]){2, 4, 3, 2});
+    add_documents(&c, &o);
+    if (i == 3) c.n_inputs--;
+    if (i == 4) c.inputs[5].dims[0] = 2;
     if (i == 0) o.valid->dims[1] = 2;
     if (i == 1) o.sinks->dims[0] = 2;
     if (i == 2) ops_add_attribute(&c, egi_attribute_int("window", -1));
@@ -280,16 +310,17 @@ static void check_refusals(void **state) {
 
 void ops_case_masked_attention(void **state, egi_op op) {
   bool is_gradient = op == EGI_OP_MaskedAttentionGrad;
-  for (size_t i = 0; i < EGI_COUNT(cases); i++) {
+  for (size_t i = 0; i < 3 * EGI_COUNT(cases); i++) {
+    const operands form = {.a = &cases[i / 3], .documents = (documents)(i % 3)};
     for (int wide = 0; wide < 2; wide++) {
       eg_dtype dtype = wide ? EG_DTYPE_F64 : EG_DTYPE_F32;
       if (is_gradient)
-        check_backward(state, &cases[i], dtype, 15);
+        check_backward(state, &form, dtype, 15);
       else
-        check_forward(state, &cases[i], dtype);
+        check_forward(state, form.a, form.documents, dtype);
     }
-    for (unsigned wanted = 1; wanted < 15 && i == 3 && is_gradient; wanted++)
-      check_backward(state, &cases[i], EG_DTYPE_F32, wanted);
+    for (unsigned wanted = 1; wanted < 15 && i == 9 && is_gradient; wanted++)
+      check_backward(state, &form, EG_DTYPE_F32, wanted);
   }
   if (!is_gradient) check_refusals(state);
 }

@@ -1,4 +1,4 @@
-/* Runs the conformance case of every operator of ops.def. */
+/* Runs the conformance case of every operator of ops.def, or those that a pattern names: test_conformance "case_Ma*". */
 #include "support_ops.h"
 
 #define CASE(symbol, function)              \
@@ -8,7 +8,8 @@
 #include "cases.def"
 #undef CASE
 
-int main(void) {
+int main(int argc, char **argv) {
+  if (argc > 1) cmocka_set_test_filter(argv[1]);
   const struct CMUnitTest tests[] = {
 #define EGI_OP(symbol, domain, name, version, in_min, in_max, out_min, out_max, flags, shape, gradient) \
   cmocka_unit_test(case_##symbol),
