@@ -266,6 +266,21 @@ EG_API size_t eg_dataset_document_count(const eg_dataset *dataset);
 typedef enum eg_schedule { EG_SCHEDULE_CONSTANT, EG_SCHEDULE_LINEAR, EG_SCHEDULE_COSINE, EG_SCHEDULE_WSD } eg_schedule;
 typedef enum eg_lora_init { EG_LORA_INIT_DEFAULT, EG_LORA_INIT_GAUSSIAN } eg_lora_init;
 
+/* Documents one after the other in rows of at most `tokens`, without seeing each other: as if each were alone. */
+typedef enum eg_packing {
+  EG_PACKING_AUTO,       /* as BFD where the graph allows it, else OFF; the log says why */
+  EG_PACKING_BFD,        /* best fit decreasing: each document goes to the row that it fills best */
+  EG_PACKING_SEQUENTIAL, /* in file order, a new row where the next document does not fit */
+  EG_PACKING_OFF         /* padded batches */
+} eg_packing;
+
+/* Where the bounds and positions of packed documents are made; results are equal. */
+typedef enum eg_packing_cache {
+  EG_PACKING_CACHE_ON,      /* once a micro-batch */
+  EG_PACKING_CACHE_REBUILD, /* in each layer, forward and backward: for comparison */
+  EG_PACKING_CACHE_READBACK /* so, and copied to the host: for comparison */
+} eg_packing_cache;
+
 typedef struct eg_trainer_options {
   size_t struct_size;
   const char *device;       /* "cpu" */
@@ -283,18 +298,21 @@ typedef struct eg_trainer_options {
   double weight_decay; /* decoupled; with `full` only on weights of two or more dimensions */
   double beta1, beta2, epsilon;
   double clip;            /* largest global norm of the gradient; 0: no clipping */
-  uint32_t tokens;        /* of a micro-batch: rows × padded length stays within it */
+  uint32_t tokens;        /* of a micro-batch: of a packed row, or rows × padded length */
   uint32_t accumulate;    /* micro-batches a step */
   uint64_t n_steps;       /* 0: n_epochs decides */
   double n_epochs;        /* passes over the data when n_steps is 0 */
   uint64_t seed;          /* of new adapters */
   uint64_t memory_budget; /* bytes of host memory a trainer may plan; 0: no limit */
   int no_fuse;            /* 1: fused operators run and are differentiated as their bodies of plain operators */
+  eg_packing packing;
+  eg_packing_cache packing_cache;
 } eg_trainer_options;
 #define EG_TRAINER_OPTIONS_INIT                                                                                   \
   {                                                                                                               \
     sizeof(eg_trainer_options), "cpu", EG_DTYPE_F32, 0, 16, 16.0, "all-linear", NULL, EG_LORA_INIT_DEFAULT, 2e-4, \
-        EG_SCHEDULE_CONSTANT, 0.0, 0.0, 0.9, 0.999, 1e-8, 1.0, 2048, 1, 0, 1.0, 0, 0, 0                           \
+        EG_SCHEDULE_CONSTANT, 0.0, 0.0, 0.9, 0.999, 1e-8, 1.0, 2048, 1, 0, 1.0, 0, 0, 0, EG_PACKING_AUTO,         \
+        EG_PACKING_CACHE_ON                                                                                       \
   }
 
 /* What a step did. */

@@ -52,6 +52,7 @@ typedef struct egi_pass_run {
   egi_pass_report *report;
   bool is_general;  /* what is given at run time may be any: as in egi_pipeline_options */
   void *userdata;   /* of the pass */
+  int64_t tokens;   /* as in egi_pipeline_options */
   bool has_changed; /* the pass sets it */
 } egi_pass_run;
 
@@ -81,6 +82,7 @@ typedef struct egi_pipeline_options {
   bool is_general;
   const egi_pass_info *own_passes; /* of the host, known beside those of the table */
   size_t n_own_passes;
+  int64_t tokens; /* of a row that documents share, for cache_metadata; 0: 2048 */
 } egi_pipeline_options;
 
 /* Runs a list of passes over one graph, egi_graph_tidy() and (debug builds) egi_graph_verify() after each.
@@ -92,6 +94,10 @@ eg_status egi_passes_run_stage(egi_graph *graph, egi_stage stage, const egi_pipe
 /* The canonicalise and recognise stages, and what recognition left over is cleared away. `reports` has a row for each
  * pass of the table, filled over all rounds. */
 eg_status egi_passes_recognise(egi_graph *graph, const egi_pipeline_options *options, egi_pass_report *reports);
+
+/* What cache_metadata makes once is made again for each node that takes it, and on request copied to the host, as
+ * frameworks do that keep nothing: for comparison. After the last eliminate_common. */
+eg_status egi_rebuild_metadata(egi_graph *graph, bool is_read_back);
 
 /* ---- what name_modules finds ---------------------------------------------------------------------------------- */
 
@@ -307,8 +313,9 @@ eg_status egi_gradient_require(const egi_gradient *gradient, bool is_met, const 
  * token losses. */
 
 /* Names that the adapt stage gives to the values it adds to a graph. */
-#define EGI_INPUT_LABELS "engraft.labels" /* input i64 [batch, sequence], shifted: the target of each row */
-#define EGI_OUTPUT_LOGP "engraft.logp"    /* output f32 [batch, sequence]: log-probability of the target */
-#define EGI_OUTPUT_LOSS "engraft.loss"    /* output f32 []: minus the sum of logp over trained tokens */
+#define EGI_INPUT_OFFSETS "engraft.cu_seqlens" /* input i32: where the documents of a row begin, and its length */
+#define EGI_INPUT_LABELS "engraft.labels"      /* input i64 [batch, sequence], shifted: the target of each row */
+#define EGI_OUTPUT_LOGP "engraft.logp"         /* output f32 [batch, sequence]: log-probability of the target */
+#define EGI_OUTPUT_LOSS "engraft.loss"         /* output f32 []: minus the sum of logp over trained tokens */
 
 #endif

@@ -24,6 +24,19 @@ static eg_schedule parse_schedule(const char *text) {
   return EG_SCHEDULE_CONSTANT;
 }
 
+/* Without the option documents are packed where the graph allows it. */
+static eg_packing parse_packing(tool *t) {
+  const char *text = tool_text(t, OPTION_PACK);
+  if (!tool_is_given(t, OPTION_PACK)) return EG_PACKING_AUTO;
+  return strcmp(text, "off") == 0 ? EG_PACKING_OFF : strcmp(text, "bfd") == 0 ? EG_PACKING_BFD : EG_PACKING_SEQUENTIAL;
+}
+
+static eg_packing_cache parse_packing_cache(tool *t) {
+  const char *text = tool_text(t, OPTION_PACKING_CACHE);
+  if (strcmp(text, "on") == 0) return EG_PACKING_CACHE_ON;
+  return strcmp(text, "rebuild") == 0 ? EG_PACKING_CACHE_REBUILD : EG_PACKING_CACHE_READBACK;
+}
+
 static eg_status parse_budget(tool *t, eg_trainer_options *options) {
   const char *text = tool_text(t, OPTION_MEMORY_BUDGET);
   if (strcmp(text, "auto") == 0) return EG_OK;
@@ -48,6 +61,8 @@ eg_status training_options(tool *t, eg_trainer_options *options) {
   options->n_steps = t->values[OPTION_STEPS].count;
   options->n_epochs = t->values[OPTION_EPOCHS].number;
   options->seed = t->values[OPTION_SEED].count;
+  options->packing = parse_packing(t);
+  options->packing_cache = parse_packing_cache(t);
   if (tool_is_given(t, OPTION_STEPS) && options->n_steps == 0)
     return egi_fail(t->ctx, EG_ERROR_ARGUMENT, "--steps 0 trains nothing");
   EG_TRY(narrow(t, "--rank", t->values[OPTION_RANK].count, &options->rank));

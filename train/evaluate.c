@@ -23,6 +23,24 @@ eg_status egi_batch_limits_make(const egi_inputs *inputs, uint32_t tokens, egi_b
   return EG_OK;
 }
 
+eg_status egi_batches_plan(const egi_inputs *inputs, const egi_documents *documents, const egi_batch_limits *limits,
+                           bool is_in_order, egi_arena *arena, egi_batches *out_batches) {
+  egi_batches *b = out_batches;
+  if (inputs->is_packed) {
+    EG_TRY(egi_rows_check(inputs, documents, limits->longest));
+    EG_TRY(egi_rows_pack(documents, limits->longest, is_in_order, arena, &b->ranges, &b->count));
+    b->buckets = EGI_NEW(arena, egi_bucket, 1);
+    if (b->buckets == NULL) return EG_ERROR_MEMORY;
+    b->buckets[0] = egi_rows_bucket(documents, b->ranges, b->count);
+    b->n_buckets = b->count > 0;
+    return EG_OK;
+  }
+  EG_TRY(egi_batches_make(documents, limits, arena, &b->ranges, &b->count));
+  EG_TRY(egi_buckets_choose(b->ranges, b->count, MAX_BUCKETS, arena, &b->buckets, &b->n_buckets));
+  for (size_t i = 0; i < b->n_buckets && inputs->fixed_batch > 0; i++) b->buckets[i].batch = inputs->fixed_batch;
+  return EG_OK;
+}
+
 eg_status egi_lane_run(const egi_lanes *lanes, egi_lane *lane, double *out_loss) {
   const egi_graph *graph = lanes->inputs.graph;
   float loss;
@@ -40,21 +58,16 @@ typedef struct evaluation {
   const egi_documents *documents;
   egi_arena arena;
   egi_lanes lanes;
-  egi_batch_range *batches;
-  size_t n_batches;
+  egi_batches batches;
 } evaluation;
 
 static eg_status plan_lanes(evaluation *e, egi_machine *machine, const egi_graph *graph, uint32_t tokens) {
   egi_inputs inputs;
   egi_batch_limits limits;
-  egi_bucket *buckets;
-  size_t n_buckets;
   EG_TRY(egi_inputs_find(graph, &e->arena, &inputs));
   EG_TRY(egi_batch_limits_make(&inputs, tokens, &limits));
-  EG_TRY(egi_batches_make(e->documents, &limits, &e->arena, &e->batches, &e->n_batches));
-  EG_TRY(egi_buckets_choose(e->batches, e->n_batches, MAX_BUCKETS, &e->arena, &buckets, &n_buckets));
-  for (size_t i = 0; i < n_buckets && inputs.fixed_batch > 0; i++) buckets[i].batch = inputs.fixed_batch;
-  EG_TRY(egi_lanes_plan(&e->lanes, graph, machine->backend, buckets, n_buckets, &e->arena));
+  EG_TRY(egi_batches_plan(&inputs, e->documents, &limits, false, &e->arena, &e->batches));
+  EG_TRY(egi_lanes_plan(&e->lanes, graph, machine->backend, e->batches.buckets, e->batches.n_buckets, &e->arena));
   return egi_lanes_open(&e->lanes, machine->store, machine->scratch);
 }
 
@@ -63,13 +76,14 @@ static eg_status run_batches(const evaluation *e, double *out_loss) {
   eg_context *ctx = e->arena.ctx;
   double sum = 0.0;
   uint64_t n_targets = 0;
-  for (size_t i = 0; i < e->n_batches; i++) {
+  for (size_t i = 0; i < e->batches.count; i++) {
+    const egi_batch_range *range = &e->batches.ranges[i];
     egi_lane *lane;
     uint64_t targets, tokens;
     double loss;
-    egi_batch_count(documents, &e->batches[i], &targets, &tokens);
+    egi_batch_count(documents, range, &targets, &tokens);
     if (targets == 0) continue;
-    EG_TRY(egi_lanes_fill(&e->lanes, documents, &e->batches[i], &lane));
+    EG_TRY(egi_lanes_fill(&e->lanes, documents, range, &lane));
     EG_TRY(egi_lane_run(&e->lanes, lane, &loss));
     sum += loss;
     n_targets += targets;

@@ -96,7 +96,7 @@ static eg_status next_token(generation *g, const eg_generate_options *options, i
   EG_TRY(prepare_lane(g));
   uint64_t offsets[2] = {0, g->n_tokens};
   egi_documents document = {.tokens = g->tokens, .offsets = offsets, .n_documents = 1, .n_tokens = g->n_tokens};
-  egi_batch_range range = {0, 1, (uint32_t)g->n_tokens};
+  egi_batch_range range = {0, 1, (uint32_t)g->n_tokens, NULL};
   egi_lane *lane;
   EG_TRY(egi_lanes_fill(&g->lanes, &document, &range, &lane));
   EG_TRY(egi_session_run(lane->session));

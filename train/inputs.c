@@ -13,7 +13,8 @@ static const role_row role_rows[] = {
     {"input_ids", EGI_FEED_INPUT_IDS},         {"attention_mask", EGI_FEED_ATTENTION_MASK},
     {"input_mask", EGI_FEED_ATTENTION_MASK},   {"mask", EGI_FEED_ATTENTION_MASK},
     {"position_ids", EGI_FEED_POSITION_IDS},   {"positions", EGI_FEED_POSITION_IDS},
-    {"cache_position", EGI_FEED_POSITION_IDS}, {EGI_INPUT_LABELS, EGI_FEED_LABELS}};
+    {"cache_position", EGI_FEED_POSITION_IDS}, {EGI_INPUT_LABELS, EGI_FEED_LABELS},
+    {EGI_INPUT_OFFSETS, EGI_FEED_OFFSETS}};
 
 static const egi_value *input_value(const egi_graph *graph, uint32_t input) {
   return &graph->values[graph->inputs[input]];
@@ -38,6 +39,8 @@ static bool fits(egi_feed role, const egi_value *value) {
            value->rank == 2;
   case EGI_FEED_POSITION_IDS:
     return is_whole(value->dtype) && (value->rank == 2 || value->rank == 1);
+  case EGI_FEED_OFFSETS:
+    return value->dtype == EG_DTYPE_I32 && value->rank == 1;
   case EGI_FEED_CACHE:
   case EGI_FEED_OTHER:
     break;
@@ -93,8 +96,11 @@ static eg_status fixed_size(const egi_graph *graph, uint32_t input, int axis, ui
 eg_status egi_inputs_find(const egi_graph *graph, egi_arena *arena, egi_inputs *out_inputs) {
   egi_feed *roles = EGI_NEW(arena, egi_feed, graph->n_inputs > 0 ? graph->n_inputs : 1);
   if (roles == NULL) return EG_ERROR_MEMORY;
-  for (uint32_t i = 0; i < graph->n_inputs; i++) roles[i] = role_of(input_value(graph, i));
   egi_inputs inputs = {.graph = graph, .roles = roles};
+  for (uint32_t i = 0; i < graph->n_inputs; i++) {
+    roles[i] = role_of(input_value(graph, i));
+    inputs.is_packed = inputs.is_packed || roles[i] == EGI_FEED_OFFSETS;
+  }
   if (!find_ids(graph, roles, &inputs.ids))
     return egi_fail(graph->module->ctx, EG_ERROR_UNSUPPORTED,
                     "the model has no input \"input_ids\" of type int64 or int32 [batch, sequence]");
@@ -216,6 +222,8 @@ static eg_status bind_role(egi_binder *binder, const egi_inputs *inputs, uint32_
     return egi_binder_assign(binder, input, value->rank - 1, bucket->sequence);
   case EGI_FEED_CACHE:
     return bind_cache(binder, input, bucket->batch);
+  case EGI_FEED_OFFSETS: /* room for documents of one token */
+    return egi_binder_assign(binder, input, 0, (int64_t)bucket->sequence + 1);
   case EGI_FEED_OTHER:
     break;
   }

@@ -7,10 +7,21 @@
 /* A table of positions ends somewhere; found here, not at the first long document. */
 static eg_status check_length(const egi_lanes *lanes, const egi_bucket *buckets, size_t n_buckets) {
   int64_t n_positions = egi_positions_count(lanes->inputs.graph, &lanes->inputs);
-  for (size_t i = 0; i < n_buckets && n_positions > 0; i++)
+  for (size_t i = 0; i < n_buckets && n_positions > 0 && !lanes->inputs.is_packed; i++)
     if (buckets[i].sequence > n_positions)
       return egi_fail(lanes->inputs.graph->module->ctx, EG_ERROR_DATA,
                       "%u tokens in a row, but the model has a table of %lld positions", buckets[i].sequence,
+                      (long long)n_positions);
+  return EG_OK;
+}
+
+eg_status egi_rows_check(const egi_inputs *inputs, const egi_documents *documents, uint32_t longest) {
+  int64_t n_positions = egi_positions_count(inputs->graph, inputs);
+  for (size_t i = 0; i < documents->n_documents && n_positions > 0 && longest > n_positions; i++)
+    if (documents->offsets[i + 1] - documents->offsets[i] > (uint64_t)n_positions)
+      return egi_fail(inputs->graph->module->ctx, EG_ERROR_DATA,
+                      "%s: document %zu has %llu tokens, but the model has a table of %lld positions", documents->path,
+                      i + 1, (unsigned long long)(documents->offsets[i + 1] - documents->offsets[i]),
                       (long long)n_positions);
   return EG_OK;
 }
@@ -43,8 +54,8 @@ eg_status egi_lanes_plan(egi_lanes *lanes, const egi_graph *graph, const egi_bac
     if (size > largest) largest = size;
     EG_TRY(plan_lane(lanes, backend, &lanes->lanes[i], arena));
   }
-  lanes->numbers = EGI_NEW(arena, int64_t, largest);
-  lanes->bytes = EGI_NEW(arena, int64_t, largest);
+  lanes->numbers = EGI_NEW(arena, int64_t, largest + 1);
+  lanes->bytes = EGI_NEW(arena, int64_t, largest + 1);
   return lanes->numbers != NULL && lanes->bytes != NULL ? EG_OK : EG_ERROR_MEMORY;
 }
 
@@ -74,13 +85,15 @@ typedef struct batch_row {
 
 static batch_row get_row(const egi_documents *documents, const egi_batch_range *range, uint32_t index) {
   batch_row row = {NULL, NULL, 0, 0};
+  size_t document = 0;
   if (range == NULL || range->n_documents == 0) return row;
   if (index >= range->n_documents) {
     row.filler = documents->tokens[documents->offsets[range->first_document]];
     return row;
   }
-  uint64_t first = documents->offsets[range->first_document + index];
-  uint64_t length = documents->offsets[range->first_document + index + 1] - first;
+  document = range->first_document + index;
+  if (range->order != NULL) document = range->order[document];
+  uint64_t first = documents->offsets[document], length = documents->offsets[document + 1] - first;
   row.tokens = documents->tokens + first;
   row.labels = documents->labels != NULL ? documents->labels + first : NULL;
   row.length = length < range->longest ? (uint32_t)length : range->longest;
@@ -101,9 +114,33 @@ static int64_t get_number(egi_feed role, const batch_row *row, uint32_t t) {
     return t;
   case EGI_FEED_CACHE:
   case EGI_FEED_OTHER:
+  case EGI_FEED_OFFSETS:
     break;
   }
   return 0;
+}
+
+/* Documents one after the other; what is left of the row is one more, without labels. Its tokens are the last one
+ * again. Returns the number of elements. */
+static size_t fill_row(const egi_lanes *lanes, egi_feed role, const egi_documents *documents,
+                       const egi_batch_range *range, uint32_t sequence) {
+  int64_t *out = lanes->numbers;
+  uint32_t used = 0;
+  batch_row row = {NULL, NULL, 0, 0};
+  for (uint32_t r = 0; r < range->n_documents; r++) {
+    row = get_row(documents, range, r);
+    for (uint32_t t = 0; t < row.length && role != EGI_FEED_OFFSETS; t++) out[used + t] = get_number(role, &row, t);
+    if (role == EGI_FEED_OFFSETS) out[r] = used;
+    used += row.length;
+  }
+  if (role == EGI_FEED_OFFSETS) {
+    size_t n = range->n_documents;
+    if (used < sequence) out[n++] = used;
+    for (; n <= sequence; n++) out[n] = sequence;
+    return (size_t)sequence + 1;
+  }
+  for (; used < sequence; used++) out[used] = role == EGI_FEED_LABELS ? -100 : row.filler;
+  return sequence;
 }
 
 size_t egi_numbers_convert(const int64_t *numbers, size_t n, eg_dtype dtype, void *bytes) {
@@ -140,6 +177,11 @@ eg_status egi_lane_fill_input(const egi_lanes *lanes, const egi_lane *lane, uint
   egi_feed role = lanes->inputs.roles[input];
   uint32_t n_rows = egi_input_rows(graph, value, lane->bucket.batch), sequence = lane->bucket.sequence;
   if (role == EGI_FEED_CACHE) return EG_OK; /* holds nothing */
+  if (range != NULL && range->order != NULL) {
+    size_t count = fill_row(lanes, role, documents, range, sequence);
+    return egi_session_set_input(lane->session, input, lanes->bytes,
+                                 egi_numbers_convert(lanes->numbers, count, value->dtype, lanes->bytes));
+  }
   for (uint32_t r = 0; r < n_rows; r++) {
     batch_row row = get_row(documents, range, r);
     for (uint32_t t = 0; t < sequence; t++) lanes->numbers[(size_t)r * sequence + t] = get_number(role, &row, t);
@@ -153,7 +195,8 @@ eg_status egi_lanes_fill(const egi_lanes *lanes, const egi_documents *documents,
   egi_lane *best = NULL;
   for (size_t i = 0; i < lanes->count; i++) {
     egi_lane *lane = &lanes->lanes[i];
-    if (lane->bucket.batch < range->n_documents || lane->bucket.sequence < range->longest) continue;
+    bool is_shared = range->order != NULL; /* one shape holds all rows */
+    if (!is_shared && (lane->bucket.batch < range->n_documents || lane->bucket.sequence < range->longest)) continue;
     if (best == NULL ||
         (uint64_t)lane->bucket.batch * lane->bucket.sequence < (uint64_t)best->bucket.batch * best->bucket.sequence)
       best = lane;

@@ -79,6 +79,7 @@ static egi_value_id source_of(const egi_graph *graph, egi_value_id value) {
     const egi_value *v = &graph->values[value];
     if (v->kind != EGI_VALUE_NODE) return value;
     const egi_node *node = &graph->nodes[v->producer];
+    if (node->op == EGI_OP_PackedMetadata) return value;
     bool is_passed_on = node->op == EGI_OP_Cast || (egi_op_get(node->op)->flags & EGI_OP_VIEW) != 0;
     value = is_passed_on && node->n_inputs > 0 ? node->inputs[0] : 0;
   }
@@ -110,6 +111,8 @@ static int64_t count_rows(const egi_graph *graph, egi_value_id input) {
 
 int64_t egi_positions_count(const egi_graph *graph, const egi_inputs *inputs) {
   int64_t smallest = 0;
+  for (egi_node_id id = 1; id < graph->n_nodes && inputs->is_packed; id++)
+    if (graph->nodes[id].op == EGI_OP_PackedMetadata) smallest = count_rows(graph, graph->nodes[id].outputs[2]);
   for (uint32_t i = 0; i < graph->n_inputs; i++) {
     int64_t rows = inputs->roles[i] == EGI_FEED_POSITION_IDS ? count_rows(graph, graph->inputs[i]) : 0;
     if (rows > 0 && (smallest == 0 || rows < smallest)) smallest = rows;

@@ -36,10 +36,12 @@ void egi_dataset_release(eg_dataset *dataset);
 
 /* ---- batches -------------------------------------------------------------------------------------------------- */
 
-/* Padded micro-batches in file order: as many documents as fit in `tokens` when padded to the longest of them. */
+/* Padded micro-batches in file order: as many documents as fit in `tokens` when padded to the longest of them. Or a row
+ * that documents share. */
 typedef struct egi_batch_range {
   size_t first_document, n_documents;
-  uint32_t longest;
+  uint32_t longest;      /* what is longer is cut */
+  const uint32_t *order; /* documents are order[first_document ..], one after the other in a row; NULL: padded */
 } egi_batch_range;
 /* A planned shape; every batch is padded to the smallest bucket that holds it. */
 typedef struct egi_bucket {
@@ -53,6 +55,11 @@ typedef struct egi_batch_limits {
 } egi_batch_limits;
 eg_status egi_batches_make(const egi_documents *documents, const egi_batch_limits *limits, egi_arena *arena,
                            egi_batch_range **out_batches, size_t *out_count);
+/* Rows of at most `tokens`, in file order or each document where it fits best. */
+eg_status egi_rows_pack(const egi_documents *documents, uint32_t tokens, bool is_in_order, egi_arena *arena,
+                        egi_batch_range **out_rows, size_t *out_count);
+/* The shape of them all: one row, as long as the fullest. */
+egi_bucket egi_rows_bucket(const egi_documents *documents, const egi_batch_range *rows, size_t count);
 /* At most `max_buckets` shapes that cover all batches with little padding; one batch shape gives exactly that bucket.
  */
 eg_status egi_buckets_choose(const egi_batch_range *batches, size_t n_batches, size_t max_buckets, egi_arena *arena,
@@ -66,7 +73,8 @@ typedef enum egi_feed {
   EGI_FEED_ATTENTION_MASK, /* [batch, sequence], 1 for real tokens */
   EGI_FEED_POSITION_IDS,   /* [batch, sequence] or [1, sequence] or [sequence]: 0, 1, 2 … in each row */
   EGI_FEED_CACHE,          /* keys and values of earlier tokens: none, a dimension of size 0 */
-  EGI_FEED_LABELS          /* EGI_INPUT_LABELS */
+  EGI_FEED_LABELS,         /* EGI_INPUT_LABELS */
+  EGI_FEED_OFFSETS         /* EGI_INPUT_OFFSETS */
 } egi_feed;
 
 typedef struct egi_inputs {
@@ -74,6 +82,7 @@ typedef struct egi_inputs {
   const egi_feed *roles;                /* [graph->n_inputs] */
   uint32_t ids;                         /* position of input_ids */
   uint32_t fixed_batch, fixed_sequence; /* sizes that the graph prescribes; 0: free */
+  bool is_packed;                       /* documents share a row: there are offsets */
 } egi_inputs;
 /* EG_ERROR_UNSUPPORTED when there is no input_ids or it has an unusual type; roles of the rest may be OTHER. */
 eg_status egi_inputs_find(const egi_graph *graph, egi_arena *arena, egi_inputs *out_inputs);
@@ -108,6 +117,8 @@ typedef struct egi_lanes {
   int64_t *numbers; /* staging for the largest bucket */
   void *bytes;
 } egi_lanes;
+/* A document may not be longer than the tables that positions index. */
+eg_status egi_rows_check(const egi_inputs *inputs, const egi_documents *documents, uint32_t longest);
 /* Plans only; sizes are known afterwards. Everything but plans and sessions is in the arena. */
 eg_status egi_lanes_plan(egi_lanes *lanes, const egi_graph *graph, const egi_backend *backend,
                          const egi_bucket *buckets, size_t n_buckets, egi_arena *arena);
@@ -157,6 +168,7 @@ typedef struct egi_vocabulary {
 } egi_vocabulary;
 eg_status egi_vocabulary_find(const egi_graph *graph, const egi_inputs *inputs, egi_vocabulary *out_vocabulary);
 /* Positions that the tables indexed by position inputs have; 0: not known. */
+/* Those of the tables that packed positions index count too. */
 int64_t egi_positions_count(const egi_graph *graph, const egi_inputs *inputs);
 eg_status egi_vocabulary_check(eg_context *ctx, const egi_vocabulary *vocabulary, const egi_documents *documents);
 
@@ -223,6 +235,7 @@ struct eg_trainer {
   uint64_t n_updates;     /* steps that moved the parameters */
   egi_step_state state;   /* what the device has */
   bool has_gradients;
+  bool is_packed; /* rows of several documents; else padded batches */
   atomic_int is_stop_requested;
 };
 /* trainer_graph.c: the training, evaluation and optimizer graphs. `peft` is NULL for new adapters and full training. */
@@ -232,6 +245,15 @@ eg_status egi_lane_run(const egi_lanes *lanes, egi_lane *lane, double *out_loss)
 /* Sum of losses and trained tokens over documents, by a graph that gives EGI_OUTPUT_LOSS. */
 eg_status egi_evaluate_graph(egi_machine *machine, const egi_graph *graph, const egi_documents *documents,
                              uint32_t tokens, double *out_loss);
+/* Micro-batches and the shapes to plan: rows that documents share where the graph has offsets, else padded ones. */
+typedef struct egi_batches {
+  egi_batch_range *ranges;
+  size_t count;
+  egi_bucket *buckets;
+  size_t n_buckets;
+} egi_batches;
+eg_status egi_batches_plan(const egi_inputs *inputs, const egi_documents *documents, const egi_batch_limits *limits,
+                           bool is_in_order, egi_arena *arena, egi_batches *out_batches);
 /* Tokens of a micro-batch and what the model prescribes. */
 eg_status egi_batch_limits_make(const egi_inputs *inputs, uint32_t tokens, egi_batch_limits *out_limits);
 

@@ -6,8 +6,6 @@
 #include <math.h>
 #include <string.h>
 
-enum { MAX_BUCKETS = 4 };
-
 static bool is_within(double value, double minimum, double maximum) {
   return value >= minimum && value <= maximum;
 }
@@ -27,6 +25,8 @@ static eg_status check_options(eg_context *ctx, const eg_trainer_options *o) {
   if (!is_within(o->epsilon, 0.0, 1.0)) wrong = "epsilon";
   if (!is_within(o->clip, 0.0, 1e12)) wrong = "clip";
   if (o->dtype == EG_DTYPE_UNDEFINED) wrong = "dtype";
+  if (o->packing < EG_PACKING_AUTO || o->packing > EG_PACKING_OFF) wrong = "packing";
+  if (o->packing_cache < EG_PACKING_CACHE_ON || o->packing_cache > EG_PACKING_CACHE_READBACK) wrong = "packing_cache";
   if (o->tokens < 2) wrong = "tokens";
   if (o->accumulate < 1) wrong = "accumulate";
   if (o->n_steps == 0 && !(o->n_epochs > 0.0 && o->n_epochs <= 1e9)) wrong = "n_epochs";
@@ -71,16 +71,16 @@ static eg_status report_cut(const eg_trainer *trainer) {
 }
 
 static eg_status plan_batches(eg_trainer *trainer) {
-  egi_bucket *buckets;
   egi_inputs inputs;
-  size_t n_buckets;
+  egi_batches batches;
+  bool is_in_order = trainer->options.packing == EG_PACKING_SEQUENTIAL;
   EG_TRY(egi_inputs_find(trainer->machine.graph, &trainer->arena, &inputs));
-  EG_TRY(egi_batches_make(trainer->dataset->documents, &trainer->limits, &trainer->arena, &trainer->batches,
-                          &trainer->n_batches));
-  EG_TRY(egi_buckets_choose(trainer->batches, trainer->n_batches, MAX_BUCKETS, &trainer->arena, &buckets, &n_buckets));
-  for (size_t i = 0; i < n_buckets && inputs.fixed_batch > 0; i++) buckets[i].batch = inputs.fixed_batch;
-  EG_TRY(egi_lanes_plan(&trainer->lanes, trainer->machine.graph, trainer->machine.backend, buckets, n_buckets,
-                        &trainer->arena));
+  EG_TRY(
+      egi_batches_plan(&inputs, trainer->dataset->documents, &trainer->limits, is_in_order, &trainer->arena, &batches));
+  trainer->batches = batches.ranges;
+  trainer->n_batches = batches.count;
+  EG_TRY(egi_lanes_plan(&trainer->lanes, trainer->machine.graph, trainer->machine.backend, batches.buckets,
+                        batches.n_buckets, &trainer->arena));
   egi_plan_options none = {.n_bindings = 0};
   EG_TRY(egi_plan_create(trainer->ctx, trainer->optimizer, trainer->machine.backend, &none, &trainer->optimizer_plan));
   return report_cut(trainer);

@@ -120,11 +120,34 @@ static eg_status check_static(const egi_graph *graph) {
   return EG_OK;
 }
 
+/* Documents share rows where the graph allows it; where it does not, batches are padded, or the trainer's maker who
+ * asked for rows is told why. */
+static eg_status pack_graph(eg_trainer *trainer) {
+  static const char *const names[] = {"cache_metadata"};
+  const egi_pipeline_options options = {.tokens = trainer->options.tokens};
+  egi_pass_report report = {0};
+  if (trainer->options.packing == EG_PACKING_OFF) return EG_OK;
+  EG_TRY(egi_passes_run(trainer->machine.graph, names, 1, &options, &report));
+  if (report.nearest_miss == NULL) return EG_OK;
+  if (trainer->options.packing != EG_PACKING_AUTO)
+    return egi_fail(trainer->ctx, EG_ERROR_UNSUPPORTED, "documents cannot be packed: %s", report.nearest_miss);
+  egi_log(trainer->ctx, EG_LOG_INFO, "documents are not packed, batches are padded: %s", report.nearest_miss);
+  return EG_OK;
+}
+
+/* For comparison: what is made once is made for every layer and pass. */
+static eg_status compare_packing(eg_trainer *trainer) {
+  eg_packing_cache cache = trainer->options.packing_cache;
+  if (cache == EG_PACKING_CACHE_ON) return EG_OK;
+  return egi_rebuild_metadata(trainer->machine.graph, cache == EG_PACKING_CACHE_READBACK);
+}
+
 eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
   static const char *const adapt_passes[] = {"append_loss", "graft_adapters", "eliminate_dead"};
   static const char *const differentiate_passes[] = {"differentiate", "eliminate_common", "eliminate_dead"};
   egi_machine *machine = &trainer->machine;
   EG_TRY(check_static(machine->graph));
+  EG_TRY(pack_graph(trainer));
   EG_TRY(find_vocabulary(trainer));
   EG_TRY(choose_adapters(trainer, peft));
   egi_adapt_options adapt = {.adapters = trainer->adapters.targets,
@@ -136,5 +159,6 @@ eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
   EG_TRY(list_parameters(trainer));
   EG_TRY(egi_module_copy_graph(machine->module, machine->graph, "evaluate", &trainer->evaluation));
   EG_TRY(egi_run_passes(machine->graph, differentiate_passes, EGI_COUNT(differentiate_passes), &adapt));
+  EG_TRY(compare_packing(trainer));
   return build_optimizer(trainer);
 }

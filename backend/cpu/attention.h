@@ -22,7 +22,7 @@ typedef struct egi_attention {
   int64_t n_batches, q_heads, kv_heads, n_queries, n_keys, n_past, width, value_width;
   double scale, softcap;
   bool is_causal, has_lengths, has_mask, has_sinks;
-  unsigned first_key_input; /* last_query follows; 0: no documents */
+  unsigned first_key_input;   /* last_query follows; 0: no documents */
   int64_t left, right;        /* window; -1: none */
   egi_heads q, k, v, y, mask; /* k and v: of the present ones when there is a past */
   int64_t mask_columns;       /* keys beyond it are hidden */
@@ -34,8 +34,8 @@ typedef struct egi_attention {
 typedef struct egi_attention_head {
   egi_matrix q, k, v;
   int64_t batch, q_head;
-  int64_t length; /* keys of this batch entry: nonpad_kv_seqlen, or all */
-  int64_t offset; /* position of query 0 among the keys */
+  int64_t length;                        /* keys of this batch entry: nonpad_kv_seqlen, or all */
+  int64_t offset;                        /* position of query 0 among the keys */
   const int32_t *first_key, *last_query; /* of each query, these strides apart; NULL: no documents */
   int64_t first_key_stride, last_query_stride;
 } egi_attention_head;

@@ -76,9 +76,9 @@ printf '{"rank": {"a": 1}}' >settings.json
 bad 2 'rank' train model.onnx --data data.jsonl --out run --config settings.json
 
 # ---- options of other versions: named, never ignored ----
-for option in '--quant nf4' '--pack bfd' '--pack sequential' '--device cuda' '--dtype bf16' '--checkpoint offload' \
+for option in '--quant nf4' '--device cuda' '--dtype bf16' '--checkpoint offload' \
   '--optimizer adamw8bit' '--loss dpo' '--lora-dropout 0.1' '--neftune 5' '--init pissa' '--qat int4' '--plan p.json' \
-  '--packing-cache rebuild' '--double-buffer off' '--moe-dispatch loop' '--exclude x' '--target-parameters a.b' \
+  '--double-buffer off' '--moe-dispatch loop' '--exclude x' '--target-parameters a.b' \
   '--lora-plus 16' '--host-budget 1G' '--quant-block 128' '--double-quant off'; do
   # shellcheck disable=SC2086 # option and value
   bad 1 "$option is not in this version" train model.onnx --data data.jsonl --out run $option
@@ -89,6 +89,18 @@ bad 1 'plan' plan model.onnx
 bad 1 '--format gguf' export model.onnx --adapter run --format gguf -o other
 bad 2 '--weights and --random-weights' new --config config.json --weights . --random-weights 1 -o other.onnx
 bad 2 '--config is missing' new --random-weights 1 -o other.onnx
+
+# ---- packed documents ----
+printf '{"input_ids":[1,2,3]}\n{"input_ids":[4,5,6,7,8]}\n{"input_ids":[9]}\n{"input_ids":[10,11]}\n' >packed.jsonl
+packed_loss=
+for option in '--pack bfd' '--pack sequential' '--pack off --accumulate 2' '--packing-cache rebuild' \
+  '--packing-cache readback'; do
+  # shellcheck disable=SC2086 # options and values
+  good train model.onnx --data packed.jsonl --out packed --tokens 11 --steps 1 --log packed.log $option
+  loss=$(sed -n 's/.*"loss":\([0-9.]*\),.*"tokens":11,.*/\1/p' packed.log | cut -c 1-6)
+  [ -n "$loss" ] && [ "$loss" = "${packed_loss:-$loss}" ] || fail "loss \"$loss\", not $packed_loss: $option"
+  packed_loss=$loss
+done
 
 # ---- bad files ----
 bad 1 'missing.onnx' inspect missing.onnx

@@ -64,13 +64,14 @@ static bool may_stay_open(egi_op op) {
 }
 
 static void check_node(source *s, graph_fixture *f, egi_op op) {
-  egi_value_id inputs[8];
+  egi_value_id inputs[16];
   int64_t memory[4][4];
   egi_attribute attributes[4];
   const egi_op_info *info = egi_op_get(op);
   egi_node node = {.op = op, .name = "random", .inputs = inputs, .attributes = attributes};
   egi_node_id id;
   uint32_t most = info->in_max == 255 ? 5 : info->in_max;
+  assert_true(most <= 16);
   node.n_inputs = (uint16_t)(info->in_min + draw(s, most - info->in_min + 1));
   node.n_outputs = (uint16_t)(info->out_min + draw(s, info->out_max == 255 ? 4 : info->out_max - info->out_min + 1u));
   node.n_attributes = (uint16_t)draw(s, 5);

@@ -1,4 +1,5 @@
-/* Runs the conformance case of every operator of ops.def, or those that a pattern names: test_conformance "case_Ma*". */
+/* Runs the conformance case of every operator of ops.def, or those that a pattern names: test_conformance "case_Ma*".
+ */
 #include "support_ops.h"
 
 #define CASE(symbol, function)              \

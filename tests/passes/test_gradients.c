@@ -248,6 +248,10 @@ static const gradient_case cases[] = {
     {"(double[2,4,5,8] q, double[2,2,5,8] k, double[2,2,5,6] v, double[4] s) => (double[2,4,5,6] y)\n"
      "{ f = Cast <to = 1> (s)  y, lse = engraft.Attention <causal = 1> (q, k, v, , f) }",
      -1, 1, 1e-2, 1e-4, NULL},
+    {"(double[1,4,6,8] q, double[1,2,6,8] k, double[1,2,6,6] v) => (double[1,4,6,6] y)\n"
+     "<int32[6] first = {0,0,2,3,3,3}, int32[6] last = {1,1,2,5,5,5}>\n"
+     "{ y, lse = engraft.Attention <causal = 1, window = 2> (q, k, v, , , first, last) }",
+     -1, 1, 1e-4, 1e-6, NULL},
     {"(double[2,3,5] x) => (float[2,3] y) <int64[2,3] t = {0,4,-100,2,2,1}> { y, lse = engraft.LogProbability (x, t) }",
      -2, 2, 1e-2, 1e-4, NULL},
     {"(double[2,3,4] x, double[4,5] w, double[5] b) => (float[2,3] y) <int64[2,3] t = {0,4,-100,2,2,1}>\n"

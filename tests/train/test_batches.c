@@ -35,7 +35,7 @@ static void test_file_order(void **state) {
   egi_arena arena;
   egi_arena_init(&arena, *state, EGI_PURPOSE_DATA);
   assert_int_equal(egi_batches_make(&documents, &limits, &arena, &batches, &n), EG_OK);
-  static const egi_batch_range wanted[] = {{0, 3, 4}, {3, 1, 9}, {4, 1, 12}, {5, 3, 1}};
+  static const egi_batch_range wanted[] = {{0, 3, 4, NULL}, {3, 1, 9, NULL}, {4, 1, 12, NULL}, {5, 3, 1, NULL}};
   assert_int_equal(n, 4);
   for (size_t i = 0; i < n; i++) {
     assert_int_equal(batches[i].first_document, wanted[i].first_document);
@@ -77,9 +77,9 @@ static void check_buckets(eg_context *ctx, const egi_batch_range *batches, size_
 }
 
 static void test_buckets(void **state) {
-  static const egi_batch_range one[] = {{0, 2, 48}, {2, 2, 48}, {4, 1, 48}};
+  static const egi_batch_range one[] = {{0, 2, 48, NULL}, {2, 2, 48, NULL}, {4, 1, 48, NULL}};
   check_buckets(*state, one, 3, 4, (egi_bucket[]){{2, 48}}, 1);
-  static const egi_batch_range mixed[] = {{0, 8, 10}, {8, 1, 100}, {9, 8, 11}, {17, 1, 90}};
+  static const egi_batch_range mixed[] = {{0, 8, 10, NULL}, {8, 1, 100, NULL}, {9, 8, 11, NULL}, {17, 1, 90, NULL}};
   check_buckets(*state, mixed, 4, 4, (egi_bucket[]){{8, 10}, {8, 11}, {1, 90}, {1, 100}}, 4);
   check_buckets(*state, mixed, 4, 2, (egi_bucket[]){{8, 11}, {1, 100}}, 2);
   check_buckets(*state, mixed, 4, 1, (egi_bucket[]){{8, 100}}, 1);
@@ -94,7 +94,7 @@ static void test_many_lengths(void **state) {
   size_t n;
   egi_arena_init(&arena, *state, EGI_PURPOSE_DATA);
   egi_batch_range *batches = EGI_NEW(&arena, egi_batch_range, N);
-  for (uint32_t i = 0; i < N; i++) batches[i] = (egi_batch_range){i, 1 + 4000 / (i + 1), i + 1};
+  for (uint32_t i = 0; i < N; i++) batches[i] = (egi_batch_range){i, 1 + 4000 / (i + 1), i + 1, NULL};
   assert_int_equal(egi_buckets_choose(batches, N, 4, &arena, &buckets, &n), EG_OK);
   assert_int_equal(n, 4);
   for (uint32_t i = 0; i < N; i++) {
@@ -111,7 +111,7 @@ static void test_count(void **state) {
   static int32_t labels[] = {-100, 5, -100, 7, -100, 1, 1};
   static uint64_t offsets[] = {0, 4, 7};
   egi_documents documents = {.tokens = labels, .labels = labels, .offsets = offsets, .n_documents = 2};
-  egi_batch_range range = {0, 2, 3};
+  egi_batch_range range = {0, 2, 3, NULL};
   uint64_t targets, tokens;
   egi_batch_count(&documents, &range, &targets, &tokens);
   assert_int_equal(tokens, 6);
