@@ -377,8 +377,9 @@ static bool match_products(matcher *x, egi_node_id id) {
   return match_operands(x, product, node->inputs[1]);
 }
 
+/* Scores or log-sum-exp; keys and values given back are those that were taken. */
 static bool has_outputs(const egi_node *node) {
-  for (uint16_t i = 1; i < node->n_outputs; i++)
+  for (uint16_t i = 3; i < node->n_outputs; i++)
     if (node->outputs[i] != 0) return true;
   return false;
 }
@@ -413,7 +414,7 @@ static bool match_standard(matcher *x, egi_node_id id) {
   m->result = node->outputs[0];
   for (uint16_t i = 4; i < node->n_inputs; i++)
     if (node->inputs[i] != 0) return miss(x, id, "there is a cache");
-  if (has_outputs(node)) return miss(x, id, "more than its first result is used");
+  if (has_outputs(node)) return miss(x, id, "its scores are used");
   m->q = (egi_attention_operand){node->inputs[0], {0, 1, 2, 3}};
   m->k = (egi_attention_operand){node->inputs[1], {0, 1, 2, 3}};
   m->v = (egi_attention_operand){node->inputs[2], {0, 1, 2, 3}};

@@ -210,6 +210,17 @@ static const char *scope_of(const fuser *f, const egi_attention_match *match) {
   return scope ? scope : f->graph->nodes[match->softmax].scope;
 }
 
+/* An Attention's present keys and values, when they are used: without a past, its own. */
+static eg_status add_present(fuser *f, const egi_node *attention, const egi_value_id *inputs, bool is_flat) {
+  for (uint16_t i = 1; i <= 2 && i < attention->n_outputs; i++) {
+    egi_value_id value = is_flat ? inputs[i] : attention->inputs[i];
+    egi_node node = {.op = EGI_OP_Identity, .name = "", .scope = attention->scope, .inputs = &value, .n_inputs = 1};
+    if (attention->op == EGI_OP_Attention && attention->outputs[i] != 0)
+      EG_TRY(add_last(f, &node, attention->outputs[i]));
+  }
+  return EG_OK;
+}
+
 static eg_status fuse(fuser *f, const egi_attention_match *match, const egi_mask_proof *proof) {
   egi_emitter emit = {.graph = f->graph, .scope = scope_of(f, match)};
   egi_attribute attributes[4];
@@ -228,7 +239,9 @@ static eg_status fuse(fuser *f, const egi_attention_match *match, const egi_mask
   node.n_inputs = inputs[4] != 0 ? 5 : inputs[3] != 0 ? 4 : 3;
   node.attributes = attributes;
   node.n_attributes = (uint16_t)make_attributes(match, proof, attributes);
+  const egi_node root = f->graph->nodes[match->root]; /* its lists stay when it is gone */
   egi_graph_remove_node(f->graph, match->root);
+  EG_TRY(add_present(f, &root, inputs, match->flat_heads[0] > 0));
   if (match->flat_heads[0] > 0 || own != dtype) return add_tail(f, &emit, match, &node, dtype);
   return add_last(f, &node, match->result);
 }

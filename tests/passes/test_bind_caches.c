@@ -90,6 +90,15 @@ static const cache_row rows[] = {
                                                                        "y = Attention <is_causal = 1> (q, new_key_0, "
                                                                        "new_value_0, , , , nonpad_kv_seqlen) }",
      "input_ids attention_mask ", "y ", 1},
+    {"no past, but keys and values are given back: they stay what they are",
+     "(int64[B,S] input_ids) => (float[B,2,S,4] y, float[B,2,S,4] present_key, float[B,2,S,4] present_value) " NUMBERS
+     "{ " TOKENS "y, present_key, present_value = Attention <is_causal = 1> (q, kn, vn) }",
+     "input_ids ", "y present_key present_value ", 1},
+    {"the same in 3 dimensions",
+     "(int64[B,S] input_ids) => (float[B,S,8] y, float[B,2,S,4] present_key, float[B,2,S,4] present_value) " NUMBERS
+     "{ e = Gather (table, input_ids) k = Neg (e) y, present_key, present_value = "
+     "Attention <is_causal = 1, q_num_heads = 2, kv_num_heads = 2> (e, k, e) }",
+     "input_ids ", "y present_key present_value ", 1},
     {"a cache of fixed length stays",
      "(int64[B,S] input_ids, float[B,2,3,4] \"past.key\", float[B,2,3,4] \"past.value\") => (float[B,2,S,4] y) " NUMBERS
      "{ " TOKENS JOIN("past") "y = Attention (q, present_k, present_v) }",
