@@ -141,6 +141,16 @@ static bool is_made_up(const egi_moe_region *region, const egi_weight *weight, i
   return weight->rank == 1 || weight->dims[0] == region->n_experts || weight->dims[0] == 1;
 }
 
+/* Numbers lie where the file has them. */
+static bool align(egi_moe_region *region, egi_tensor *t) {
+  uint64_t size_bytes = 0;
+  if (!egi_dtype_bytes(t->dtype, (uint64_t)egi_tensor_count(t), &size_bytes)) return false;
+  void *copy = egi_arena_get(region->arena, (size_t)size_bytes + 1, 1);
+  if (copy != NULL) memcpy(copy, t->data, (size_t)size_bytes);
+  t->data = copy;
+  return copy != NULL;
+}
+
 static bool set_weight(egi_moe_region *region, egi_value_id id) {
   const egi_graph *graph = region->graph;
   const egi_weight *weight = &graph->module->weights[graph->values[id].index];
@@ -168,6 +178,7 @@ static bool set_weight(egi_moe_region *region, egi_value_id id) {
     t.data = data;
     t.dtype = EG_DTYPE_F32;
   }
+  if (!is_float && !align(region, &t)) return egi_moe_reject(region, 0, "out of memory");
   value->tensor = t;
   value->parameter = is_new ? id : 0;
   value->is_computed = true;
