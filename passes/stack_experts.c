@@ -132,8 +132,12 @@ static eg_status put_role(stacker *state, egi_moe_role role) {
     EG_TRY(make_stack(state, role, is_turned, &whole));
   whole.name = egi_arena_format(&module->arena, "%s.%s", state->path, leaf);
   if (whole.name == NULL) return EG_ERROR_MEMORY;
-  EG_TRY(egi_module_add_weight(module, &whole, &index));
-  EG_TRY(egi_graph_add_weight(graph, index, &stack));
+  if (whole.bytes.kind != EGI_BYTES_PARTS && weight->name != NULL && strcmp(weight->name, whole.name) == 0) {
+    stack = value;
+  } else {
+    EG_TRY(egi_module_add_weight(module, &whole, &index));
+    EG_TRY(egi_graph_add_weight(graph, index, &stack));
+  }
   egi_emitter emit = {.graph = graph, .scope = graph->nodes[state->node].scope};
   eg_dtype dtype = graph->values[graph->nodes[state->node].inputs[EGI_MOE_X]].dtype;
   state->inputs[state->n_inputs++] = whole.dtype == dtype ? stack : egi_emit_cast(&emit, stack, dtype);

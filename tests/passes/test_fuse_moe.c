@@ -118,10 +118,74 @@ static void a_trace_that_lacks_experts_is_refused(void **state) {
   pass_expect_error(fixture, "it chooses among 3 experts, the graph holds 2 of them");
 }
 
+/* ---- stacks for full training --------------------------------------------------------------------------------- */
+
+static const egi_weight *weight_named(const pass_fixture *fixture, const char *name) {
+  for (uint32_t i = 1; i < fixture->module->n_weights; i++)
+    if (strcmp(fixture->module->weights[i].name, name) == 0) return &fixture->module->weights[i];
+  fail_msg("no weight \"%s\"", name);
+  return NULL;
+}
+
+/* Separate matrices of each expert, [in, out], become [experts, 2 * out, in] and [experts, out, in]. */
+static void separate_experts_become_stacks(void **state) {
+  pass_fixture *fixture = *state;
+  egi_rewrite_check *check = NULL;
+  pass_graph(fixture, "(" X ") => (" Y ") <" ROUTER ", " NUMBERS ", " OWN("0", "0.1", "0.4", "0.6") ", " OWN(
+                          "1", "-0.8", "0.5", "-0.2") ", " OWN("2", "0.9", "-0.3", "0.8") "> { " ROUTED EXPERT("0")
+                          EXPERT("1") EXPERT("2") "ya = Add (y0, y1) [\"/layers.0/mlp/Add\"] ys = Add (ya, y2) "
+                                                  "y = Reshape (ys, back) }");
+  pass_run(fixture, "fuse_moe,name_modules", NULL);
+  assert_int_equal(egi_rewrite_check_begin(fixture->graph, &check), EG_OK);
+  assert_int_equal(egi_stack_experts(fixture->graph), EG_OK);
+  if (egi_rewrite_check_end(check, fixture->graph, "stack") != EG_OK) fail_msg("%s", eg_context_error(fixture->ctx));
+  egi_rewrite_check_free(check);
+  const egi_weight *up = weight_named(fixture, "layers.0.mlp.experts.gate_up_proj");
+  const egi_weight *down = weight_named(fixture, "layers.0.mlp.experts.down_proj");
+  assert_int_equal(up->rank, 3);
+  assert_memory_equal(up->dims, ((const int64_t[3]){3, 4, 4}), 3 * sizeof(int64_t));
+  assert_memory_equal(down->dims, ((const int64_t[3]){3, 4, 2}), 3 * sizeof(int64_t));
+  assert_int_equal(up->bytes.kind, EGI_BYTES_PARTS);
+}
+
+/* ---- com.microsoft -------------------------------------------------------------------------------------------- */
+
+static void packed_experts_are_read(void **state) {
+  pass_fixture *fixture = *state;
+  pass_graph(fixture,
+             "(float[T,2] x, float[T,2] l) => (float[T,2] y) <uint8[2,4,1] a = {18,52,86,120,154,188,222,240}, "
+             "float[2,4] s = {0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8}, uint8[2,2,1] b = {1,2,3,4}, float[2,2] t = "
+             "{0.1,0.2,0.3,0.4}>\n{ y = com.microsoft.QMoE <k = 1, activation_type = \"swiglu\", swiglu_fusion = "
+             "1, expert_weight_bits = 4, weights_prepacked = 0> (x, l, a, s, , b, t) }");
+  pass_run(fixture, "lower_operators", NULL);
+  assert_int_equal(pass_count(fixture, EGI_OP_MoE), 1);
+}
+
+#define PACKED(name, prepacked)                                                                               \
+  "[\"" name "\"] " name " = com.microsoft.QMoE <k = 1, activation_type = \"relu\", expert_weight_bits = 4, " \
+  "weights_prepacked = " prepacked "> (x, l, a, s, , b, t) "
+
+/* All of one file at once. */
+static void what_is_wrong_is_told_together(void **state) {
+  pass_fixture *fixture = *state;
+  pass_graph(fixture,
+             "(int64[B,S] input_ids, float[B,S,2] x, float[T,2] l) => (float[B,1,2] logits) <uint8[2,2,1] a = "
+             "{18,52,86,120}, float[2,2] s = {0.1,0.2,0.3,0.4}, uint8[2,2,1] b = {1,2,3,4}, float[2,2] t = "
+             "{0.1,0.2,0.3,0.4}, int64[1] f = {-1}, int64[1] u = {9223372036854775807}, int64[1] o = {1}>\n{ " PACKED(
+                 "p", "1") PACKED("q", "1") "z = Add (p, q) logits = Slice (z, f, u, o) }");
+  assert_int_equal(pass_try(fixture, "lower_operators", NULL), EG_ERROR_UNSUPPORTED);
+  pass_expect_error(fixture, "node \"p\" (QMoE): its weights are prepacked");
+  pass_expect_error(fixture, "node \"q\" (QMoE): its weights are prepacked");
+  pass_expect_error(fixture, "the head keeps the last position alone");
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test_setup_teardown(spellings_are_recognised, pass_set_up, pass_tear_down),
       cmocka_unit_test_setup_teardown(loops_over_chosen_tokens_end, pass_set_up, pass_tear_down),
+      cmocka_unit_test_setup_teardown(separate_experts_become_stacks, pass_set_up, pass_tear_down),
+      cmocka_unit_test_setup_teardown(packed_experts_are_read, pass_set_up, pass_tear_down),
+      cmocka_unit_test_setup_teardown(what_is_wrong_is_told_together, pass_set_up, pass_tear_down),
       cmocka_unit_test_setup_teardown(a_trace_that_lacks_experts_is_refused, pass_set_up, pass_tear_down),
   };
   return cmocka_run_group_tests_name("fuse_moe", tests, NULL, NULL);
