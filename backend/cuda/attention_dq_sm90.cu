@@ -49,7 +49,21 @@ struct row_view {
   float lse[2], delta[2];
 };
 
+/* What a thread holds of the current item. */
+template <class Shape> struct row_tiles {
+  float s[Shape::keys / 2], dp[Shape::keys / 2], dq[Shape::dim / 2];
+  unsigned ds[Shape::keys / 4];
+};
+
+/* What is still to be done for the item before. */
+struct item_before {
+  int head, first_row, stage; /* no item: head -1; its rows' stage */
+  bool is_open;               /* d_q lacks the last tile */
+  bool holds_rows;            /* d_q is on its way out of the rows' stage */
+};
+
 template <class Shape> struct consumer {
+  using tiles = row_tiles<Shape>;
   const dq_arguments &g;
   pipeline<Shape> b;
   int group, warp, lane;
@@ -157,51 +171,88 @@ template <class Shape> struct consumer {
     pack_tile<typename Shape::Element>(dp, ds);
   }
   /* The first tile's products alone, to score gradients; k's tile stays held. */
-  __device__ __forceinline__ void step_alone(row_tile &s, row_tile &dp, packed_tile &ds, const row_view &view, int j) {
+  __device__ __forceinline__ void step_alone(tiles &t, const row_view &view, int j) {
+    barrier_wait(b.first_full(k.stage), k.phase);
     wait_turn();
-    start_scores(s, k);
-    start_d_weights(dp);
+    start_scores(t.s, k);
+    start_d_weights(t.dp);
     pass_turn();
-    wgmma_wait<1>(s);
-    weigh(s, view, j);
-    wgmma_wait<0>(dp);
-    differentiate(s, dp, view, ds);
+    wgmma_wait<1>(t.s);
+    weigh(t.s, view, j);
+    wgmma_wait<0>(t.dp);
+    differentiate(t.s, t.dp, view, t.ds);
   }
   /* Products of tile j, at `next`, and d_q's of the tile before, whose place then is free. */
-  __device__ __forceinline__ void step(row_tile &s, row_tile &dp, sum_tile &dq, packed_tile &ds, const row_view &view,
-                                       int j, ring<Shape::n_stages> next, int freed) {
+  __device__ __forceinline__ void step(tiles &t, const row_view &view, int j, ring<Shape::n_stages> next,
+                                       item_before &before) {
     barrier_wait(b.first_full(next.stage), next.phase);
     wait_turn();
-    start_scores(s, next);
-    start_dq(dq, ds);
-    start_d_weights(dp);
+    start_scores(t.s, next);
+    start_dq(t.dq, t.ds);
+    start_d_weights(t.dp);
     pass_turn();
-    if (freed >= 0) free_rows(freed);
-    wgmma_wait<2>(s);
-    weigh(s, view, j);
-    if (!Shape::has_cap) hold(s, -g.a.scale);
-    wgmma_wait<0>(dp);
+    free_rows(before);
+    wgmma_wait<2>(t.s);
+    weigh(t.s, view, j);
+    if (!Shape::has_cap) hold(t.s, -g.a.scale);
+    wgmma_wait<0>(t.dp);
     barrier_arrive_warp(b.first_empty(k.stage), lane);
     k = next;
-    differentiate(s, dp, view, ds);
+    differentiate(t.s, t.dp, view, t.ds);
   }
   /* d_q of an item's last tile alone. */
-  __device__ __forceinline__ void end_walk(sum_tile &dq, const packed_tile &ds) {
+  __device__ __forceinline__ void end_walk(tiles &t) {
     wgmma_fence();
-    start_dq(dq, ds);
-    wgmma_wait<0>(dq);
+    start_dq(t.dq, t.ds);
+    wgmma_wait<0>(t.dq);
     free_k();
   }
-  /* Sends d_q out through the item's own rows of q, in row stage `stage`. */
-  __device__ __forceinline__ void finish(const sum_tile &dq, int stage, int first_row, int head) const {
+  /* Sends d_q out through the item's own rows of q. */
+  __device__ __forceinline__ void finish(const tiles &t, item_before &before) const {
     const float factor[2] = {g.a.scale, g.a.scale};
     named_sync(1 + group, WARPGROUP); /* the warpgroup is done with them */
-    store_tile<typename Shape::Element>(dq, factor, own_rows(stage) + STORE_ROWS * warp * panel_row_bytes,
-                                        Shape::q_panel, {&g.d_q, first_row, head}, lane);
+    store_tile<typename Shape::Element>(t.dq, factor, own_rows(before.stage) + STORE_ROWS * warp * panel_row_bytes,
+                                        Shape::q_panel, {&g.d_q, before.first_row, before.head}, lane);
+    before.holds_rows = true;
   }
-  __device__ __forceinline__ void free_rows(int stage) const {
+  __device__ __forceinline__ void free_rows(item_before &before) const {
+    if (!before.holds_rows) return;
     if (lane == 0) store_wait_read();
-    barrier_arrive_warp(b.own_empty(stage), lane);
+    barrier_arrive_warp(b.own_empty(before.stage), lane);
+    before.holds_rows = false;
+  }
+  /* Ends the item before by itself. */
+  __device__ __forceinline__ void close(tiles &t, item_before &before) {
+    if (before.is_open) end_walk(t);
+    if (before.head < 0) return;
+    finish(t, before);
+    free_rows(before);
+  }
+  /* The item's first tile, together with the last of the item before where that goes on (closed otherwise). */
+  __device__ __forceinline__ void begin(tiles &t, const row_view &view, const item_view &item, item_before &before,
+                                        bool goes_on) {
+    if (goes_on) {
+      const ring<Shape::n_stages> next = pass_k(item.begin);
+      skip_v(item.begin);
+      step(t, view, item.begin, next, before);
+      finish(t, before);
+    } else {
+      skip(item.begin);
+      if (item.begin < item.end) step_alone(t, view, item.begin);
+    }
+    reset(t.dq);
+  }
+  __device__ __forceinline__ void walk(tiles &t, const row_view &view, const item_view &item, item_before &before) {
+    for (int j = item.begin + 1; j < item.end; j++) step(t, view, j, pass_k(0), before);
+    free_rows(before);
+  }
+  /* Passes the item's tiles behind this warpgroup's last. */
+  __device__ __forceinline__ void leave(tiles &t, const item_view &item, item_before &before) {
+    before.is_open = item.begin < item.end;
+    if (item.n_steps == item.end) return;
+    if (before.is_open) end_walk(t);
+    before.is_open = false;
+    skip(item.n_steps - item.end);
   }
 };
 
@@ -225,60 +276,28 @@ __device__ __forceinline__ void consume(const dq_arguments &g, const pipeline<Sh
   consumer<Shape> me = {g, b, (warp >> 2) - 1, warp & 3, static_cast<int>(threadIdx.x) & 31};
   const int offset = query_offset(g.a);
   ring<WORK_SLOTS> slot;
-  float s[Shape::keys / 2], dp[Shape::keys / 2], dq[Shape::dim / 2];
-  unsigned ds[Shape::keys / 4];
-  int head_before = -1, row_before = 0;
-  bool is_open = false; /* d_q of the item before lacks its last tile */
+  row_tiles<Shape> t;
+  item_before before = {-1, 0, 0, false, false};
   if (me.group == Shape::groups - 1) me.pass_turn();
   for (;;) {
     const item_view item = take_item(b, slots, slot, me.group, me.lane);
-    const int head = item.head, n_tiles = item.n_steps, begin = item.begin, end = item.end;
+    const bool goes_on = before.is_open && item.head >= 0 && item.begin < item.end && item.begin <= Shape::n_stages - 2;
+    if (!goes_on) me.close(t, before);
+    if (item.head < 0) break;
+    const warp_rows rows = find_warp_rows(item, g.packing, me.group, me.warp);
     row_view view;
     view.edge = item.edge;
     view.anchor = item.anchor;
-    const bool goes_on = is_open && head >= 0 && begin < end && begin <= Shape::n_stages - 2;
-    const int stage_before = me.rows.stage;
-    if (!goes_on) {
-      if (is_open) me.end_walk(dq, ds);
-      if (head_before >= 0) {
-        me.finish(dq, stage_before, row_before, head_before);
-        me.free_rows(stage_before);
-      }
-    }
-    if (head < 0) break;
-    if (head_before >= 0) me.rows.advance();
-    const warp_rows rows = find_warp_rows(item, g.packing, me.group, me.warp);
     view.first_position = rows.first_token + offset;
     find_rows(g, rows.head, rows.first_row, offset, me.lane, view);
     barrier_wait(b.own_full(me.rows.stage), me.rows.phase);
-    int freed = -1;
-    if (goes_on) {
-      const ring<Shape::n_stages> next = me.pass_k(begin);
-      me.skip_v(begin);
-      me.step(s, dp, dq, ds, view, begin, next, -1);
-      me.finish(dq, stage_before, row_before, head_before);
-      freed = stage_before;
-    } else {
-      me.skip(begin);
-      if (begin < end) {
-        barrier_wait(b.first_full(me.k.stage), me.k.phase);
-        me.step_alone(s, dp, ds, view, begin);
-      }
-    }
-    reset(dq);
-    for (int j = begin + 1; j < end; j++) {
-      me.step(s, dp, dq, ds, view, j, me.pass_k(0), freed);
-      freed = -1;
-    }
-    if (freed >= 0) me.free_rows(freed);
-    is_open = begin < end;
-    if (n_tiles > end) { /* the rest of the item's tiles */
-      if (is_open) me.end_walk(dq, ds);
-      is_open = false;
-      me.skip(n_tiles - end);
-    }
-    head_before = rows.head;
-    row_before = rows.first_row;
+    me.begin(t, view, item, before, goes_on);
+    me.walk(t, view, item, before);
+    me.leave(t, item, before);
+    before.head = rows.head;
+    before.first_row = rows.first_row;
+    before.stage = me.rows.stage;
+    me.rows.advance();
   }
   if (me.group == 0) me.wait_turn();
 }

@@ -48,7 +48,22 @@ struct row_view {
   int edge, anchor;
 };
 
+/* What a thread holds of the current item. */
+template <class Shape> struct row_tiles {
+  float s[64], out[Shape::dim / 2], correction[2];
+  unsigned weights[32];
+  softmax_state state;
+};
+
+/* What is still to be done for the item before. */
+struct item_before {
+  int head, first_row; /* no item: head -1 */
+  int n_left;          /* tiles whose values are to be passed */
+  bool is_open;        /* the values of its last tile are to be multiplied */
+};
+
 template <class Shape> struct consumer {
+  using tiles = row_tiles<Shape>;
   const forward_arguments &g;
   pipeline<Shape> b;
   int group, warp, lane;
@@ -113,133 +128,139 @@ template <class Shape> struct consumer {
     }
   }
   /* The scores of a tile alone, to exponentials. */
-  __device__ __forceinline__ void step_alone(float (&s)[64], const row_view &view, int j, softmax_state &state) {
-    float correction[2];
+  __device__ __forceinline__ void step_alone(tiles &t, const row_view &view, int j, softmax_state &state) {
     barrier_wait(b.first_full(k.stage), k.phase);
     wait_turn();
-    start_scores(s);
+    start_scores(t.s);
     pass_turn();
-    wgmma_wait<0>(s);
+    wgmma_wait<0>(t.s);
     free_k();
-    weigh(s, view, j, state, correction);
+    weigh(t.s, view, j, state, t.correction);
   }
   /* The scores of tile j, to exponentials, and under these the values of the tile before. */
-  __device__ __forceinline__ void step(float (&s)[64], float (&out)[Shape::dim / 2], const unsigned (&weights)[32],
-                                       const row_view &view, int j, softmax_state &state, float (&correction)[2]) {
+  __device__ __forceinline__ void step(tiles &t, const row_view &view, int j, softmax_state &state) {
     barrier_wait(b.first_full(k.stage), k.phase);
     wait_turn();
-    start_scores(s);
+    start_scores(t.s);
     barrier_wait(b.second_full(v.stage), v.phase);
-    start_output(out, weights);
+    start_output(t.out, t.weights);
     pass_turn();
-    wgmma_wait<1>(s);
+    wgmma_wait<1>(t.s);
     free_k();
-    weigh(s, view, j, state, correction);
+    weigh(t.s, view, j, state, t.correction);
     hold(state.sum[0] + state.sum[1], -g.a.scale);
-    wgmma_wait<0>(out);
+    wgmma_wait<0>(t.out);
     free_v();
   }
   /* The values of an item's last tile alone. */
-  __device__ __forceinline__ void end_walk(float (&out)[Shape::dim / 2], const unsigned (&weights)[32]) {
+  __device__ __forceinline__ void end_walk(tiles &t) {
     barrier_wait(b.second_full(v.stage), v.phase);
     wgmma_fence();
-    start_output(out, weights);
-    wgmma_wait<0>(out);
+    start_output(t.out, t.weights);
+    wgmma_wait<0>(t.out);
     free_v();
   }
-  __device__ __forceinline__ void finish(const float (&out)[Shape::dim / 2], const softmax_state &state, int first_row,
-                                         int head) const {
+  __device__ __forceinline__ void finish(const tiles &t, const item_before &before) const {
     const egi_cuda_attention &a = g.a;
-    const float sink = a.sinks ? a.sinks[head] : -CUDART_INF_F;
+    const float sink = a.sinks ? a.sinks[before.head] : -CUDART_INF_F;
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float lse;
-      factor[r] = finish_row(state.largest[r], state.sum[r], Shape::has_cap ? 1.0f : a.scale * log2_e, sink, lse);
-      const int row = first_row + 8 * r + (lane >> 2);
-      if ((lane & 3) == 0 && row < a.n_queries) a.lse[head * a.n_queries + row] = lse;
+      factor[r] = finish_row(t.state.largest[r], t.state.sum[r], Shape::has_cap ? 1.0f : a.scale * log2_e, sink, lse);
+      const int row = before.first_row + 8 * r + (lane >> 2);
+      if ((lane & 3) == 0 && row < a.n_queries) a.lse[before.head * a.n_queries + row] = lse;
     }
     if (lane == 0) store_wait_read();
     __syncwarp();
     const unsigned tile = b.base + Shape::out_at + (64 * group + STORE_ROWS * warp) * panel_row_bytes;
-    store_tile<typename Shape::Element>(out, factor, tile, Shape::q_panel, {&g.out, first_row, head}, lane);
+    store_tile<typename Shape::Element>(t.out, factor, tile, Shape::q_panel, {&g.out, before.first_row, before.head},
+                                        lane);
+  }
+  /* Ends the item before by itself. */
+  __device__ __forceinline__ void close(tiles &t, const item_before &before) {
+    if (before.is_open) end_walk(t);
+    skip_v(before.n_left);
+    if (before.head >= 0) finish(t, before);
+  }
+  /* The item's first tile, together with the last of the item before where that goes on (closed otherwise). */
+  __device__ __forceinline__ void begin(tiles &t, const row_view &view, const item_view &item,
+                                        const item_before &before, bool goes_on) {
+    softmax_state fresh = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}};
+    if (goes_on) {
+      skip_k(item.begin);
+      step(t, view, item.begin, fresh);
+      pack_tile<typename Shape::Element>(t.s, t.weights);
+      skip_v(before.n_left + item.begin);
+      finish(t, before);
+    } else {
+      skip(item.begin);
+      if (item.begin < item.end) {
+        step_alone(t, view, item.begin, fresh);
+        pack_tile<typename Shape::Element>(t.s, t.weights);
+      }
+    }
+    reset(t.out);
+    t.state = fresh;
+  }
+  __device__ __forceinline__ void walk(tiles &t, const row_view &view, const item_view &item) {
+    for (int j = item.begin + 1; j < item.end; j++) {
+      step(t, view, j, t.state);
+      if (__any_sync(0xffffffffu, t.correction[0] != 1.0f || t.correction[1] != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < Shape::dim / 2; i++) t.out[i] *= t.correction[(i >> 1) & 1];
+      }
+      pack_tile<typename Shape::Element>(t.s, t.weights);
+    }
+  }
+  /* Passes the item's tiles behind this warpgroup's last. */
+  __device__ __forceinline__ void leave(tiles &t, const item_view &item, item_before &before) {
+    before.is_open = item.begin < item.end;
+    before.n_left = item.n_steps - item.end;
+    if (before.is_open && before.n_left < Shape::n_stages) {
+      skip_k(before.n_left);
+      return;
+    }
+    if (before.is_open) end_walk(t); /* the producer waits for values to be passed */
+    skip(before.n_left);
+    before.is_open = false;
+    before.n_left = 0;
   }
 };
 
 /* Items follow each other without a break: the last values of one are multiplied with the first scores of the next.
- * Only where too many tiles lie between them for the ring (`gap`), or there is nothing to see, does an item end by
- * itself. */
+ * Only where too many tiles lie between them for the ring, or there is nothing to see, does an item end by itself. */
 template <class Shape>
 __device__ __forceinline__ void consume(const forward_arguments &g, const pipeline<Shape> &b, const work_slot *slots) {
   const int warp = warp_number();
   consumer<Shape> me = {g, b, (warp >> 2) - 1, warp & 3, static_cast<int>(threadIdx.x) & 31};
   const int offset = query_offset(g.a);
   ring<WORK_SLOTS> slot;
-  float s[64], out[Shape::dim / 2], correction[2];
-  unsigned weights[32];
-  softmax_state state;
-  int head_before = -1, row_before = 0, n_left = 0; /* tiles of the item before whose values are to be passed */
-  bool is_open = false;                             /* values of the item before are still to be multiplied */
+  row_tiles<Shape> t;
+  item_before before = {-1, 0, 0, false};
   if (me.group == Shape::groups - 1) me.pass_turn();
   for (;;) {
     const item_view item = take_item(b, slots, slot, me.group, me.lane);
-    const int head = item.head, n_tiles = item.n_steps, begin = item.begin, end = item.end;
+    const bool goes_on =
+        before.is_open && item.head >= 0 && item.begin < item.end && before.n_left + item.begin < Shape::n_stages;
+    if (!goes_on) me.close(t, before);
+    if (item.head < 0) break;
+    const warp_rows rows = find_warp_rows(item, g.packing, me.group, me.warp);
     row_view view;
     view.edge = item.edge;
     view.anchor = item.anchor;
-    const int gap = n_left + begin;
-    const bool goes_on = is_open && head >= 0 && begin < end && gap < Shape::n_stages;
-    if (!goes_on) {
-      if (is_open) me.end_walk(out, weights);
-      me.skip_v(n_left);
-      if (head_before >= 0) me.finish(out, state, row_before, head_before);
-    }
-    if (head < 0) break;
-    const warp_rows rows = find_warp_rows(item, g.packing, me.group, me.warp);
     view.first_position = rows.first_token + offset;
 #pragma unroll
     for (int r = 0; r < 2; r++)
       row_limits(g.a, rows.first_row + 8 * r + (me.lane >> 2), offset, view.low[r], view.high[r]);
-
     barrier_wait(b.own_full(me.q.stage), me.q.phase);
-    softmax_state fresh = {{-CUDART_INF_F, -CUDART_INF_F}, {0.0f, 0.0f}};
-    if (goes_on) {
-      me.skip_k(begin);
-      me.step(s, out, weights, view, begin, fresh, correction);
-      pack_tile<typename Shape::Element>(s, weights);
-      me.skip_v(gap);
-      me.finish(out, state, row_before, head_before);
-    } else {
-      me.skip(begin);
-      if (begin < end) {
-        me.step_alone(s, view, begin, fresh);
-        pack_tile<typename Shape::Element>(s, weights);
-      }
-    }
-    reset(out);
-    state = fresh;
-    for (int j = begin + 1; j < end; j++) {
-      me.step(s, out, weights, view, j, state, correction);
-      if (__any_sync(0xffffffffu, correction[0] != 1.0f || correction[1] != 1.0f)) {
-#pragma unroll
-        for (int i = 0; i < Shape::dim / 2; i++) out[i] *= correction[(i >> 1) & 1];
-      }
-      pack_tile<typename Shape::Element>(s, weights);
-    }
-    is_open = begin < end;
-    n_left = n_tiles - end;
-    if (is_open && n_left < Shape::n_stages) {
-      me.skip_k(n_left);
-    } else { /* the producer waits for values to be passed */
-      if (is_open) me.end_walk(out, weights);
-      me.skip(n_left);
-      is_open = false;
-      n_left = 0;
-    }
+    me.begin(t, view, item, before, goes_on);
+    me.walk(t, view, item);
+    me.leave(t, item, before);
     barrier_arrive_warp(b.own_empty(me.q.stage), me.lane);
     me.q.advance();
-    head_before = rows.head;
-    row_before = rows.first_row;
+    before.head = rows.head;
+    before.first_row = rows.first_row;
   }
   if (me.group == 0) me.wait_turn();
   if (me.lane == 0) store_wait_read(); /* shared memory must outlive the copies out of it */

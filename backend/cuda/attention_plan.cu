@@ -98,9 +98,13 @@ __device__ __forceinline__ int last_mark(const unsigned (&marks)[SPAN_WORDS], in
 /* Cuts a chunk of a span, from its first document on to that of the next chunk, into tiles of up to `most` rows which
  * end at the last document's end within reach: a tile with keys of two documents would walk the queries of both. Ends
  * are multiples of what a warp writes at once. A whole warp. */
-__device__ void cut_chunk(const unsigned (&marks)[SPAN_WORDS], int chunk, int n_rows, int most, int first, int2 *out,
+struct key_span {
+  int first, n_rows;
+};
+__device__ void cut_chunk(const unsigned (&marks)[SPAN_WORDS], key_span span, int chunk, const list_job &job,
                           int *n_tiles) {
-  const int lane = threadIdx.x & 31, next = (chunk + 1) * CHUNK_ROWS;
+  const int lane = threadIdx.x & 31, next = (chunk + 1) * CHUNK_ROWS, n_rows = span.n_rows;
+  const int most = job.tokens * job.size.groups;
   int begin = chunk > 0 ? first_mark(marks, chunk * CHUNK_ROWS, n_rows, lane) : 0;
   int end = next < n_rows ? first_mark(marks, next, n_rows, lane) : n_rows;
   begin = begin < 0 ? chunk * CHUNK_ROWS : begin / LEAST_ROWS * LEAST_ROWS;
@@ -109,7 +113,7 @@ __device__ void cut_chunk(const unsigned (&marks)[SPAN_WORDS], int chunk, int n_
     const int reach = min(begin + most, end);
     const int mark = reach - begin > LEAST_ROWS ? last_mark(marks, begin + LEAST_ROWS, reach, lane) : -1;
     const int tile_end = mark < 0 ? reach : mark / LEAST_ROWS * LEAST_ROWS;
-    if (lane == 0) out[atomicAdd(n_tiles, 1)] = make_int2(first + begin, first + tile_end);
+    if (lane == 0) job.key_rows[atomicAdd(n_tiles, 1)] = make_int2(span.first + begin, span.first + tile_end);
     begin = tile_end;
   }
 }
@@ -126,7 +130,7 @@ __device__ int cut_keys(const egi_cuda_attention &a, const list_job &job, int of
     mark_documents(a, first, offset, marks);
     __syncthreads();
     for (int chunk = warp; chunk * CHUNK_ROWS < n_rows; chunk += PLAN_THREADS / 32)
-      cut_chunk(marks, chunk, n_rows, job.tokens * job.size.groups, first, job.key_rows, &n_tiles);
+      cut_chunk(marks, {first, n_rows}, chunk, job, &n_tiles);
   }
   __syncthreads();
   return n_tiles;
