@@ -14,6 +14,7 @@ typedef struct fit {
   uint32_t per_expert;        /* products before the activation */
   bool is_swapped;            /* up stands before gate */
   int64_t inner, gate_rows;
+  uint32_t *place; /* [E]: where an expert stands among the pieces */
   float **results; /* [T * E]: an expert's result for a token, made when needed */
   egi_tensor indices, weights;
 } fit;
@@ -207,13 +208,13 @@ static bool fit_activation(fit *f) {
 
 /* gate, up (or NULL) and down of an expert. */
 static bool experts_events(const fit *f, int64_t expert, const egi_moe_event *out[3]) {
-  const egi_moe_event *down = f->down[f->n_down > 1 ? expert : 0];
+  const egi_moe_event *down = f->down[f->n_down > 1 ? f->place[expert] : 0];
   out[2] = down;
   if (!ordered_sources(f, down, out)) return false;
   for (unsigned i = 0; i < 2; i++)
     if (out[i] != NULL && out[i]->n_members > 0 && out[i]->n_members != f->n_down) return false;
   for (unsigned i = 0; i < 2; i++)
-    if (out[i] != NULL) out[i] = member(f, out[i], expert);
+    if (out[i] != NULL) out[i] = member(f, out[i], f->place[expert]);
   return true;
 }
 
@@ -301,6 +302,71 @@ static bool route(fit *f) {
   return true;
 }
 
+/* ---- order ---------------------------------------------------------------------------------------------------- */
+
+/* The weight of an expert for a token; 0 where it is not chosen. */
+static double weight_of(const fit *f, int64_t token, int64_t expert) {
+  for (int64_t j = token * f->moe.top_k; j < (token + 1) * f->moe.top_k; j++)
+    if (((const int32_t *)f->indices.data)[j] == expert) return (double)((const float *)f->weights.data)[j];
+  return 0.0;
+}
+
+/* The token whose hidden state stands at `row`, or -1. */
+static int64_t token_of(const fit *f, const float *row) {
+  const egi_moe_region *region = f->region;
+  const float *x = region->values[region->x].tensor.data;
+  size_t bytes = (size_t)region->width * sizeof(float);
+  for (int64_t token = 0; token < region->tokens; token++)
+    if (memcmp(x + token * region->width, row, bytes) == 0) return token;
+  return -1;
+}
+
+/* Whether a piece works for this expert: on the tokens that chose it, or on all with their weights for it. */
+static bool serves(const fit *f, const egi_moe_event *up, const egi_moe_event *down, int64_t expert) {
+  const egi_moe_region *region = f->region;
+  int64_t rows = egi_tensor_count(&up->in) / region->width, n_chosen = 0;
+  bool has_shares = down->shares.data != NULL && egi_tensor_count(&down->shares) == region->tokens;
+  for (int64_t t = 0; t < region->tokens; t++) {
+    double weight = weight_of(f, t, expert);
+    n_chosen += weight > 0.0;
+    if (rows == region->tokens && has_shares &&
+        (weight > 0.0) != (fabs((double)((const float *)down->shares.data)[t]) > 0.0))
+      return false;
+  }
+  if (rows == region->tokens && has_shares) return true;
+  if (rows != n_chosen) return false;
+  for (int64_t r = 0; r < rows; r++) {
+    int64_t token = token_of(f, (const float *)up->in.data + r * region->width);
+    if (token < 0 || !(weight_of(f, token, expert) > 0.0)) return false;
+  }
+  return true;
+}
+
+/* Pieces stand in the order of the experts unless the routing tells otherwise; false: nothing new. */
+static bool find_order(fit *f) {
+  int64_t n = f->region->n_experts;
+  uint32_t *place = EGI_NEW(f->region->arena, uint32_t, (size_t)n);
+  bool *is_taken = EGI_NEW(f->region->arena, bool, (size_t)n), is_new = false;
+  if (place == NULL || is_taken == NULL || f->n_down != (uint64_t)n) return false;
+  for (int64_t e = 0; e < n; e++) {
+    uint32_t found = UINT32_MAX;
+    for (uint32_t i = 0; i < f->n_down && found == UINT32_MAX; i++) {
+      uint32_t at = (uint32_t)((e + i) % n); /* its own place first */
+      const egi_moe_event *from[2];
+      if (is_taken[at] || !ordered_sources(f, f->down[at], from) || from[0]->n_members > 0) continue;
+      if (serves(f, from[0], f->down[at], e)) found = at;
+    }
+    if (found == UINT32_MAX) return false;
+    place[e] = found;
+    is_taken[found] = true;
+    is_new = is_new || found != f->place[e];
+  }
+  if (!is_new) return false;
+  f->place = place;
+  memset(f->results, 0, (size_t)(f->region->tokens * n) * sizeof(*f->results));
+  return true;
+}
+
 static bool agrees_on(fit *f, int64_t token) {
   egi_moe_region *region = f->region;
   const float *wanted = (const float *)region->values[region->exit].tensor.data + token * region->width;
@@ -328,14 +394,18 @@ static bool agrees(fit *f) {
   return true;
 }
 
-static bool try_scales(fit *f) {
+static bool agrees_at_some_scale(fit *f) {
   const egi_moe_region *region = f->region;
-  if (!route(f)) return false;
   for (uint32_t i = 0; i <= region->n_numbers; i++) {
     f->moe.routed_scale = i == 0 ? 1.0 : region->numbers[i - 1];
     if (f->moe.routed_scale > 0.0 && agrees(f)) return true;
   }
   return false;
+}
+
+static bool try_scales(fit *f) {
+  if (!route(f)) return false;
+  return agrees_at_some_scale(f) || (find_order(f) && agrees_at_some_scale(f));
 }
 
 /* Sizes of the choices: of experts, and of groups where there are any. */
@@ -441,7 +511,9 @@ bool egi_moe_fit(egi_moe_region *region, egi_moe *out_moe, egi_moe_operands *out
     return egi_moe_reject(region, region->last_choice, "not every expert stands behind it");
   }
   f.results = EGI_NEW(region->arena, float *, (size_t)(region->tokens * region->n_experts) + 1);
-  if (f.results == NULL) return egi_moe_reject(region, 0, "out of memory");
+  f.place = EGI_NEW(region->arena, uint32_t, (size_t)region->n_experts);
+  if (f.results == NULL || f.place == NULL) return egi_moe_reject(region, 0, "out of memory");
+  for (int64_t e = 0; e < region->n_experts; e++) f.place[e] = (uint32_t)e;
   if (!fit_activation(&f)) return false;
   if (!fit_router(&f) || !put_operands(&f, out_operands)) return false;
   *out_moe = f.moe;

@@ -47,6 +47,7 @@ typedef struct egi_moe_event {
   uint8_t n_stages;        /* of its input */
   const uint32_t *members; /* of rows of several products, one after the other: their indices */
   uint32_t n_members;      /* 0: a product of its own */
+  egi_tensor shares;       /* what its rows are multiplied by at last, when it comes from the router alone; or none */
 } egi_moe_event;
 
 typedef struct egi_moe_region {

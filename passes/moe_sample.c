@@ -248,6 +248,16 @@ static void note_addition(egi_moe_region *region, egi_moe_value *const *in, egi_
   }
 }
 
+/* A product times numbers that come from the router alone. */
+static void note_shares(egi_moe_region *region, egi_moe_value *const *in) {
+  for (unsigned i = 0; i < 2; i++) {
+    const egi_moe_value *rows = in[i], *shares = in[1 - i];
+    if (rows->product == 0 || rows->n_stages != 2 || shares->n_stages != 0 || shares->tensor.dtype != EG_DTYPE_F32)
+      continue;
+    region->events[rows->product - 1].shares = shares->tensor;
+  }
+}
+
 /* Rows of several products, one after the other, count as one. */
 static bool note_rows(egi_moe_region *region, egi_node_id id, egi_moe_value *const *in, egi_moe_value *out) {
   const egi_node *node = &region->graph->nodes[id];
@@ -301,6 +311,7 @@ static bool run_plain(egi_moe_region *region, egi_node_id id, egi_moe_value *con
     if (selects(node->op)) out->parameter = in[0]->parameter;
     if (keeps_elements(node->op)) out->product = in[0]->product;
     if (node->op == EGI_OP_Add) note_addition(region, in, out);
+    if (node->op == EGI_OP_Mul) note_shares(region, in);
     if (!note_rows(region, id, in, out)) return false;
   }
   return true;

@@ -77,6 +77,10 @@ static const spelling spellings[] = {
          "(" X ") => (" Y ") <" ROUTER ", " NUMBERS ", " OWN("0", "0.1", "0.4", "0.6") ", " OWN(
              "1", "-0.8", "0.5", "-0.2") ", " OWN("2", "0.9", "-0.3", "0.8") "> { " ROUTED EXPERT("0") EXPERT("1")
              EXPERT("2") "ya = Add (y0, y1) ys = Add (ya, y2) y = Reshape (ys, back) }"),
+    FORM("pieces in another order", 1,
+         "(" X ") => (" Y ") <" ROUTER ", " NUMBERS ", " OWN("0", "0.1", "0.4", "0.6") ", " OWN(
+             "1", "-0.8", "0.5", "-0.2") ", " OWN("2", "0.9", "-0.3", "0.8") "> { " ROUTED EXPERT("2") EXPERT("0")
+             EXPERT("1") "ya = Add (y0, y1) ys = Add (ya, y2) y = Reshape (ys, back) }"),
     NONE("shares that scale what goes in are not shares of what comes out",
          HEADER
          "ls = Shape (l) none = Expand (nothing, ls) dense = ScatterElements <axis = 1> (none, i, w) wt = Transpose "
@@ -109,6 +113,16 @@ static void loops_over_chosen_tokens_end(void **state) {
   assert_int_equal(pass_count(fixture, EGI_OP_MoE), 1);
   assert_int_equal(pass_count(fixture, EGI_OP_NonZero), 0);
   assert_int_equal(pass_count(fixture, EGI_OP_MatMul), 1);
+}
+
+/* Stacks whose slices are taken in another order than that of the pieces. */
+static void loops_in_another_order_end(void **state) {
+  pass_fixture *fixture = *state;
+  pass_graph(fixture, LOOP_HEADER CHOSEN("2", "y0", "y1") CHOSEN("0", "y1", "y2")
+                          CHOSEN("1", "y2", "ys") "y = Reshape (ys, back) }");
+  pass_run_settled(fixture, "fuse_moe");
+  assert_int_equal(pass_count(fixture, EGI_OP_MoE), 1);
+  assert_int_equal(pass_count(fixture, EGI_OP_NonZero), 0);
 }
 
 static void a_trace_that_lacks_experts_is_refused(void **state) {
@@ -186,6 +200,7 @@ int main(void) {
       cmocka_unit_test_setup_teardown(separate_experts_become_stacks, pass_set_up, pass_tear_down),
       cmocka_unit_test_setup_teardown(packed_experts_are_read, pass_set_up, pass_tear_down),
       cmocka_unit_test_setup_teardown(what_is_wrong_is_told_together, pass_set_up, pass_tear_down),
+      cmocka_unit_test_setup_teardown(loops_in_another_order_end, pass_set_up, pass_tear_down),
       cmocka_unit_test_setup_teardown(a_trace_that_lacks_experts_is_refused, pass_set_up, pass_tear_down),
   };
   return cmocka_run_group_tests_name("fuse_moe", tests, NULL, NULL);
