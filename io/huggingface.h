@@ -152,7 +152,7 @@ typedef struct egi_decoder_builder {
   const char *path; /* of the module whose children are entered: "", "model", "model.layers.0" */
   int64_t layer;
   egi_value_id mask;       /* bool [batch, 1, sequence, sequence], true: a token, not padding */
-  egi_value_id visible[2]; /* with the causal limit, and with the window too: bool [batch, 1, 1, sequence, sequence] */
+  egi_value_id visible[2]; /* with the causal limit, and with the window too: bool [batch, 1, sequence, sequence] */
   egi_value_id cosine[2], sine[2]; /* of each rope, [batch, sequence, rotary_dim / 2] */
   egi_value_id embedding;
 } egi_decoder_builder;

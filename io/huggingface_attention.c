@@ -93,19 +93,24 @@ static egi_value_id attend(egi_decoder_builder *b, qkv in) {
   return egi_emit(&b->emit, EGI_OP_Attention, inputs, 4, attributes, n);
 }
 
-/* Heads of a key head beside each other, [batch, kv heads, heads of each, sequence, width]; turned: width last but one.
- */
-static egi_value_id lay_out_heads(egi_decoder_builder *b, egi_value_id x, int64_t group, bool is_turned) {
-  static const int64_t straight[] = {0, 2, 3, 1, 4}, turned[] = {0, 2, 3, 4, 1};
-  const int64_t shape[] = {0, 0, b->config->n_kv_heads, group, b->config->head_dim};
-  return egi_decoder_transpose(b, egi_decoder_reshape(b, x, shape, 5), is_turned ? turned : straight, 5);
+/* [batch, heads, sequence, width]; heads of keys and values as often as query heads share them. */
+static egi_value_id lay_out_heads(egi_decoder_builder *b, egi_value_id x, int64_t n_heads) {
+  static const int64_t forward[] = {0, 2, 1, 3};
+  const egi_decoder_config *c = b->config;
+  const int64_t apart[] = {0, 0, n_heads, c->head_dim}, repeated[] = {1, 1, c->n_heads / n_heads, 1, 1};
+  const int64_t all[] = {0, c->n_heads, -1, c->head_dim};
+  egi_value_id heads = egi_decoder_transpose(b, egi_decoder_reshape(b, x, apart, 4), forward, 4);
+  if (n_heads == c->n_heads) return heads;
+  heads = egi_emit_binary(&b->emit, EGI_OP_Expand, egi_decoder_unsqueeze(b, heads, 2),
+                          egi_emit_integers(&b->emit, repeated, 5));
+  return egi_decoder_reshape(b, heads, all, 4);
 }
 
-/* The sinks as one more column of the scores: [batch, kv heads, heads of each, sequence, 1]. */
+/* The sinks as one more column of the scores: [batch, heads, sequence, 1]. */
 static egi_value_id expand_sinks(egi_decoder_builder *b, egi_value_id scores) {
   const egi_decoder_config *c = b->config;
-  const int64_t shape[] = {c->n_kv_heads, c->n_heads / c->n_kv_heads, 1, 1}, one = 1;
-  const egi_attribute bounds[] = {egi_attribute_int("start", 0), egi_attribute_int("end", 4)};
+  const int64_t shape[] = {1, c->n_heads, 1, 1}, one = 1;
+  const egi_attribute bounds[] = {egi_attribute_int("start", 0), egi_attribute_int("end", 3)};
   const egi_attribute axis = egi_attribute_int("axis", 0);
   egi_value_id sinks = egi_decoder_reshape(b, egi_decoder_vector(b, "sinks", c->n_heads, 0.0), shape, 4);
   const egi_value_id parts[] = {egi_emit(&b->emit, EGI_OP_Shape, &scores, 1, bounds, 2),
@@ -114,21 +119,21 @@ static egi_value_id expand_sinks(egi_decoder_builder *b, egi_value_id scores) {
 }
 
 static egi_value_id attend_with_sinks(egi_decoder_builder *b, qkv in) {
-  static const int64_t back[] = {0, 3, 1, 2, 4}, but_last[3] = {0, -1, 1};
+  static const int64_t turned[] = {0, 1, 3, 2}, back[] = {0, 2, 1, 3}, but_last[3] = {0, -1, 1};
   const egi_decoder_config *c = b->config;
   const egi_attribute last = egi_attribute_int("axis", -1);
   const int64_t flat[] = {0, 0, c->n_heads * c->head_dim};
   egi_value_id visible = b->visible[current_layer(b)->window > 0 ? 1 : 0];
-  egi_value_id q = lay_out_heads(b, in.q, c->n_heads / c->n_kv_heads, false);
-  egi_value_id scores = egi_emit_binary(&b->emit, EGI_OP_MatMul, q, lay_out_heads(b, in.k, 1, true));
+  egi_value_id keys = egi_decoder_transpose(b, lay_out_heads(b, in.k, c->n_kv_heads), turned, 4);
+  egi_value_id scores = egi_emit_binary(&b->emit, EGI_OP_MatMul, lay_out_heads(b, in.q, c->n_heads), keys);
   scores = egi_emit_binary(&b->emit, EGI_OP_Mul, scores, egi_emit_scalar(&b->emit, scale_of(b), b->dtype));
   const egi_value_id choice[] = {visible, scores, egi_emit_scalar(&b->emit, -HUGE_VAL, b->dtype)};
   scores = egi_emit(&b->emit, EGI_OP_Where, choice, 3, NULL, 0);
   const egi_value_id columns[] = {scores, expand_sinks(b, scores)};
   egi_value_id shares = egi_emit(&b->emit, EGI_OP_Concat, columns, 2, &last, 1);
   shares = egi_decoder_slice(b, egi_emit(&b->emit, EGI_OP_Softmax, &shares, 1, &last, 1), but_last);
-  egi_value_id y = egi_emit_binary(&b->emit, EGI_OP_MatMul, shares, lay_out_heads(b, in.v, 1, false));
-  return egi_decoder_reshape(b, egi_decoder_transpose(b, y, back, 5), flat, 3);
+  egi_value_id y = egi_emit_binary(&b->emit, EGI_OP_MatMul, shares, lay_out_heads(b, in.v, c->n_kv_heads));
+  return egi_decoder_reshape(b, egi_decoder_transpose(b, y, back, 4), flat, 3);
 }
 
 egi_value_id egi_decoder_attention(egi_decoder_builder *b, egi_value_id x) {

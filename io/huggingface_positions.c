@@ -31,8 +31,7 @@ static egi_value_id number_positions(egi_decoder_builder *b, egi_value_id mask, 
 static void add_visible(egi_decoder_builder *b, egi_value_id attention_mask, int64_t window) {
   egi_value_id query = number_positions(b, attention_mask, 1), key = number_positions(b, attention_mask, 0);
   egi_value_id causal = egi_emit_binary(&b->emit, EGI_OP_LessOrEqual, key, query);
-  egi_value_id keys = egi_decoder_unsqueeze(b, b->mask, 1);
-  b->visible[0] = egi_emit_binary(&b->emit, EGI_OP_And, keys, causal);
+  b->visible[0] = egi_emit_binary(&b->emit, EGI_OP_And, b->mask, causal);
   if (window == 0) return;
   egi_value_id oldest =
       egi_emit_binary(&b->emit, EGI_OP_Sub, query, egi_emit_scalar(&b->emit, (double)window, EG_DTYPE_I64));
