@@ -66,6 +66,10 @@ eg_status egi_shape_broadcasts_to(const egi_inference *in, const char *what, con
 bool egi_shape_is_number(const egi_inference *in, egi_dim dim, int64_t number);
 egi_dim egi_shape_product(const egi_inference *in, const egi_dim *dims, int first, int end);
 
+/* Out and in features of a weight that is stored as the node's attributes say (graph/linear.h); `at` says which inputs
+ * the operands of Linear are. */
+eg_status egi_shape_linear_sizes(const egi_inference *in, const unsigned *at, egi_dim sizes[2]);
+
 /* Types that the operator allows (shapes_types.c), before the rule runs. */
 eg_status egi_shape_check_types(const egi_inference *in);
 /* Follows the content of small integer tensors through the node, after the rule has set the outputs. */

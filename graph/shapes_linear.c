@@ -1,4 +1,5 @@
 /* Shape rules: matrix products, the head with its loss, and the training operators. */
+#include "graph/linear.h"
 #include "graph/shapes.h"
 
 /* ---- products ------------------------------------------------------------------------------------------------- */
@@ -65,19 +66,37 @@ static eg_status set_row_results(egi_inference *in, unsigned labels_input, const
   return egi_shape_set(in, 1, EG_DTYPE_F32, labels->rank, rows->dims);
 }
 
-static eg_status check_head(const egi_inference *in, unsigned bias_input) {
+/* Features and classes of the weight: float [features, classes], or stored as a Linear stores it. */
+static eg_status head_sizes(const egi_inference *in, unsigned bias_input, egi_dim sizes[2]) {
   const egi_value *hidden = egi_shape_input(in, 0), *weight = egi_shape_input(in, 1);
-  const egi_value *bias = egi_shape_input(in, bias_input);
+  const unsigned at[EGI_LINEAR_INPUTS] = {0, 1, bias_input, bias_input + 1, bias_input + 2, bias_input + 3};
+  egi_dim stored[2];
+  if (egi_linear_storage_of(in->node) == EGI_LINEAR_PLAIN) {
+    EG_TRY(egi_shape_check_type(in, 1, hidden->dtype));
+    EG_TRY(egi_shape_check_input_rank(in, 1, 2));
+    sizes[0] = weight->dims[0];
+    sizes[1] = weight->dims[1];
+    return EG_OK;
+  }
+  EG_TRY(egi_shape_linear_sizes(in, at, stored));
+  sizes[0] = stored[1];
+  sizes[1] = stored[0];
+  return EG_OK;
+}
+
+static eg_status check_head(const egi_inference *in, unsigned bias_input, egi_dim sizes[2]) {
+  const egi_value *hidden = egi_shape_input(in, 0), *bias = egi_shape_input(in, bias_input);
   if (hidden->rank < 1) return egi_shape_fail(in, "input 0 is a scalar");
-  EG_TRY(egi_shape_check_input_rank(in, 1, 2));
-  EG_TRY(egi_shape_equal(in, "the inner dims", hidden->dims[hidden->rank - 1], weight->dims[0], NULL));
+  EG_TRY(head_sizes(in, bias_input, sizes));
+  EG_TRY(egi_shape_equal(in, "the inner dims", hidden->dims[hidden->rank - 1], sizes[0], NULL));
   EG_TRY(egi_shape_check_input_rank(in, bias_input, 1));
-  if (bias != NULL) EG_TRY(egi_shape_equal(in, "bias", bias->dims[0], weight->dims[1], NULL));
+  if (bias != NULL) EG_TRY(egi_shape_equal(in, "bias", bias->dims[0], sizes[1], NULL));
   return EG_OK;
 }
 
 eg_status egi_shape_linear_log_probability(egi_inference *in) {
-  EG_TRY(check_head(in, 3));
+  egi_dim sizes[2];
+  EG_TRY(check_head(in, 3, sizes));
   return set_row_results(in, 2, egi_shape_input(in, 0));
 }
 
@@ -85,10 +104,11 @@ eg_status egi_shape_log_probability(egi_inference *in) {
   return set_row_results(in, 1, egi_shape_input(in, 0));
 }
 
-/* hidden, weight, labels, lse, d logp, bias? -> d hidden, d weight, d bias */
+/* hidden, weight, labels, lse, d logp, bias?, scales?, .. -> d hidden, d weight, d bias */
 eg_status egi_shape_linear_log_probability_grad(egi_inference *in) {
   const egi_value *hidden = egi_shape_input(in, 0), *weight = egi_shape_input(in, 1);
-  EG_TRY(check_head(in, 5));
+  egi_dim sizes[2];
+  EG_TRY(check_head(in, 5, sizes));
   for (unsigned i = 2; i < 5; i++) {
     const egi_value *rows = egi_shape_input(in, i);
     EG_TRY(egi_shape_check_input_rank(in, i, hidden->rank - 1));
@@ -97,7 +117,7 @@ eg_status egi_shape_linear_log_probability_grad(egi_inference *in) {
   }
   EG_TRY(egi_shape_set_like(in, 0, hidden));
   EG_TRY(egi_shape_set_like(in, 1, weight));
-  return egi_shape_set(in, 2, weight->dtype, 1, &weight->dims[1]);
+  return egi_shape_set(in, 2, hidden->dtype, 1, &sizes[1]);
 }
 
 eg_status egi_shape_gradient_norm(egi_inference *in) {

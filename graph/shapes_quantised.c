@@ -1,5 +1,5 @@
-/* Shape rules of Linear and LinearGrad: the sizes of every storage. Sizes that are no numbers are taken on trust here;
- * kernels check them when they are planned. */
+/* Shape rules of Linear and LinearGrad: the sizes of every storage, for the head with its loss as well. Sizes that are
+ * no numbers are taken on trust here; kernels check them when they are planned. */
 #include "graph/linear.h"
 #include "graph/shapes.h"
 
@@ -43,47 +43,47 @@ static eg_status check_float(const egi_inference *in, unsigned index) {
   return egi_shape_fail(in, "input %u must be given and of a floating type", index);
 }
 
-static eg_status nbits_sizes(const egi_inference *in, egi_dim sizes[2]) {
+static eg_status nbits_sizes(const egi_inference *in, const unsigned *at, egi_dim sizes[2]) {
   int64_t n = 0, k = 0, block = 0, bits = egi_node_int(in->node, "bits", 4);
-  const egi_value *zero = egi_shape_input(in, EGI_LINEAR_ZERO_POINTS);
+  const egi_value *zero = egi_shape_input(in, at[EGI_LINEAR_ZERO_POINTS]);
   EG_TRY(read_features(in, &n, &k, &block));
   if (bits != 2 && bits != 4 && bits != 8)
     return egi_fail_node(in->graph, in->id, EG_ERROR_UNSUPPORTED, "codes of %lld bits; 2, 4 and 8 are possible",
                          (long long)bits);
   if (block * bits % 8 != 0) return egi_shape_fail(in, "blocks of %lld codes are no whole bytes", (long long)block);
   int64_t blocks = (k + block - 1) / block;
-  EG_TRY(egi_shape_check_type(in, EGI_LINEAR_WEIGHT, EG_DTYPE_U8));
-  EG_TRY(check_count(in, EGI_LINEAR_WEIGHT, n * (blocks * block * bits / 8)));
-  EG_TRY(check_float(in, EGI_LINEAR_SCALES));
-  EG_TRY(check_count(in, EGI_LINEAR_SCALES, n * blocks));
-  if (zero != NULL && zero->dtype != EG_DTYPE_U8) EG_TRY(check_float(in, EGI_LINEAR_ZERO_POINTS));
+  EG_TRY(egi_shape_check_type(in, at[EGI_LINEAR_WEIGHT], EG_DTYPE_U8));
+  EG_TRY(check_count(in, at[EGI_LINEAR_WEIGHT], n * (blocks * block * bits / 8)));
+  EG_TRY(check_float(in, at[EGI_LINEAR_SCALES]));
+  EG_TRY(check_count(in, at[EGI_LINEAR_SCALES], n * blocks));
+  if (zero != NULL && zero->dtype != EG_DTYPE_U8) EG_TRY(check_float(in, at[EGI_LINEAR_ZERO_POINTS]));
   bool is_packed = zero != NULL && zero->dtype == EG_DTYPE_U8;
-  EG_TRY(check_count(in, EGI_LINEAR_ZERO_POINTS, is_packed ? n * ((blocks * bits + 7) / 8) : n * blocks));
-  EG_TRY(egi_shape_check_type(in, EGI_LINEAR_GROUP_INDEX, EG_DTYPE_I32));
-  EG_TRY(check_count(in, EGI_LINEAR_GROUP_INDEX, k));
+  EG_TRY(check_count(in, at[EGI_LINEAR_ZERO_POINTS], is_packed ? n * ((blocks * bits + 7) / 8) : n * blocks));
+  EG_TRY(egi_shape_check_type(in, at[EGI_LINEAR_GROUP_INDEX], EG_DTYPE_I32));
+  EG_TRY(check_count(in, at[EGI_LINEAR_GROUP_INDEX], k));
   sizes[0] = egi_dim_constant(in->dims, n);
   sizes[1] = egi_dim_constant(in->dims, k);
   return EG_OK;
 }
 
-static eg_status bnb4_sizes(const egi_inference *in, egi_dim sizes[2]) {
+static eg_status bnb4_sizes(const egi_inference *in, const unsigned *at, egi_dim sizes[2]) {
   int64_t n = 0, k = 0, block = 0, type = egi_node_int(in->node, "quant_type", 1);
   EG_TRY(read_features(in, &n, &k, &block));
   if (type != 0 && type != 1)
     return egi_fail_node(in->graph, in->id, EG_ERROR_UNSUPPORTED, "quant_type = %lld; 0 (FP4) and 1 (NF4) are possible",
                          (long long)type);
-  EG_TRY(egi_shape_check_type(in, EGI_LINEAR_WEIGHT, EG_DTYPE_U8));
-  EG_TRY(check_count(in, EGI_LINEAR_WEIGHT, (n * k + 1) / 2));
-  EG_TRY(check_float(in, EGI_LINEAR_SCALES));
-  EG_TRY(check_count(in, EGI_LINEAR_SCALES, (n * k + block - 1) / block));
+  EG_TRY(egi_shape_check_type(in, at[EGI_LINEAR_WEIGHT], EG_DTYPE_U8));
+  EG_TRY(check_count(in, at[EGI_LINEAR_WEIGHT], (n * k + 1) / 2));
+  EG_TRY(check_float(in, at[EGI_LINEAR_SCALES]));
+  EG_TRY(check_count(in, at[EGI_LINEAR_SCALES], (n * k + block - 1) / block));
   sizes[0] = egi_dim_constant(in->dims, n);
   sizes[1] = egi_dim_constant(in->dims, k);
   return EG_OK;
 }
 
 /* As DequantizeLinear: one scale, one for each index of the axis, or one for each block along it. */
-static eg_status check_blocked_scales(const egi_inference *in, unsigned index) {
-  const egi_value *weight = egi_shape_input(in, EGI_LINEAR_WEIGHT), *scale = egi_shape_input(in, index);
+static eg_status check_blocked_scales(const egi_inference *in, const unsigned *at, unsigned index) {
+  const egi_value *weight = egi_shape_input(in, at[EGI_LINEAR_WEIGHT]), *scale = egi_shape_input(in, index);
   int64_t block = egi_node_int(in->node, "block_size", 0), axis = egi_node_int(in->node, "axis", 1);
   if (scale == NULL) return EG_OK;
   if (axis != 0 && axis != 1) return egi_shape_fail(in, "axis = %lld", (long long)axis);
@@ -98,41 +98,40 @@ static eg_status check_blocked_scales(const egi_inference *in, unsigned index) {
   return egi_shape_equal(in, "the scales of blocks", scale->dims[1 - axis], weight->dims[1 - axis], NULL);
 }
 
-static eg_status blocked_sizes(const egi_inference *in, egi_dim sizes[2]) {
-  const egi_value *weight = egi_shape_input(in, EGI_LINEAR_WEIGHT);
+static eg_status blocked_sizes(const egi_inference *in, const unsigned *at, egi_dim sizes[2]) {
+  const egi_value *weight = egi_shape_input(in, at[EGI_LINEAR_WEIGHT]);
   int is_transposed = egi_node_int(in->node, "transposed", 0) != 0;
-  EG_TRY(egi_shape_check_input_rank(in, EGI_LINEAR_WEIGHT, 2));
+  EG_TRY(egi_shape_check_input_rank(in, at[EGI_LINEAR_WEIGHT], 2));
   if (egi_dtype_is_float(weight->dtype) || egi_dtype_bits(weight->dtype) > 8)
     return egi_fail_node(in->graph, in->id, EG_ERROR_UNSUPPORTED, "codes of type %s", egi_dtype_name(weight->dtype));
-  EG_TRY(check_float(in, EGI_LINEAR_SCALES));
-  EG_TRY(check_blocked_scales(in, EGI_LINEAR_SCALES));
-  EG_TRY(egi_shape_check_type(in, EGI_LINEAR_ZERO_POINTS, weight->dtype));
-  EG_TRY(check_blocked_scales(in, EGI_LINEAR_ZERO_POINTS));
+  EG_TRY(check_float(in, at[EGI_LINEAR_SCALES]));
+  EG_TRY(check_blocked_scales(in, at, at[EGI_LINEAR_SCALES]));
+  EG_TRY(egi_shape_check_type(in, at[EGI_LINEAR_ZERO_POINTS], weight->dtype));
+  EG_TRY(check_blocked_scales(in, at, at[EGI_LINEAR_ZERO_POINTS]));
   sizes[0] = weight->dims[is_transposed];
   sizes[1] = weight->dims[1 - is_transposed];
   return EG_OK;
 }
 
-static eg_status plain_sizes(const egi_inference *in, egi_dim sizes[2]) {
-  const egi_value *weight = egi_shape_input(in, EGI_LINEAR_WEIGHT);
-  EG_TRY(egi_shape_check_input_rank(in, EGI_LINEAR_WEIGHT, 2));
-  EG_TRY(egi_shape_check_type(in, EGI_LINEAR_WEIGHT, egi_shape_input(in, EGI_LINEAR_X)->dtype));
+static eg_status plain_sizes(const egi_inference *in, const unsigned *at, egi_dim sizes[2]) {
+  const egi_value *weight = egi_shape_input(in, at[EGI_LINEAR_WEIGHT]);
+  EG_TRY(egi_shape_check_input_rank(in, at[EGI_LINEAR_WEIGHT], 2));
+  EG_TRY(egi_shape_check_type(in, at[EGI_LINEAR_WEIGHT], egi_shape_input(in, at[EGI_LINEAR_X])->dtype));
   sizes[0] = weight->dims[0];
   sizes[1] = weight->dims[1];
   return EG_OK;
 }
 
-/* sizes: out and in features. */
-static eg_status read_sizes(const egi_inference *in, egi_dim sizes[2]) {
+eg_status egi_shape_linear_sizes(const egi_inference *in, const unsigned *at, egi_dim sizes[2]) {
   switch (egi_linear_storage_of(in->node)) {
   case EGI_LINEAR_PLAIN:
-    return plain_sizes(in, sizes);
+    return plain_sizes(in, at, sizes);
   case EGI_LINEAR_NBITS:
-    return nbits_sizes(in, sizes);
+    return nbits_sizes(in, at, sizes);
   case EGI_LINEAR_BNB4:
-    return bnb4_sizes(in, sizes);
+    return bnb4_sizes(in, at, sizes);
   case EGI_LINEAR_BLOCKED:
-    return blocked_sizes(in, sizes);
+    return blocked_sizes(in, at, sizes);
   case EGI_LINEAR_UNKNOWN:
     break;
   }
@@ -142,10 +141,11 @@ static eg_status read_sizes(const egi_inference *in, egi_dim sizes[2]) {
 
 /* The input's shape with its last dim, which must be sizes[from], replaced by sizes[1 - from]. */
 static eg_status set_product(egi_inference *in, int from) {
+  static const unsigned at[EGI_LINEAR_INPUTS] = {0, 1, 2, 3, 4, 5};
   const egi_value *x = egi_shape_input(in, EGI_LINEAR_X);
   egi_dim sizes[2], dims[EGI_MAX_RANK];
   if (x->rank < 1) return egi_shape_fail(in, "input 0 is a scalar");
-  EG_TRY(read_sizes(in, sizes));
+  EG_TRY(egi_shape_linear_sizes(in, at, sizes));
   EG_TRY(egi_shape_equal(in, "the features", x->dims[x->rank - 1], sizes[from], NULL));
   memcpy(dims, x->dims, sizeof dims);
   dims[x->rank - 1] = sizes[1 - from];

@@ -155,7 +155,7 @@ static const uint32_t agreeing[EGI_OP_COUNT] = {
     [EGI_OP_GLUGrad] = EVERY,
     [EGI_OP_SwishGrad] = EVERY,
     [EGI_OP_Linear] = 1u << 2,
-    [EGI_OP_LinearLogProbability] = 1u << 1 | 1u << 3,
+    [EGI_OP_LinearLogProbability] = 1u << 3,
     [EGI_OP_GatherGrad] = 1u << 2,
     [EGI_OP_GatherElementsGrad] = 1u << 2,
     [EGI_OP_GatherNDGrad] = 1u << 2,
@@ -167,7 +167,7 @@ static const uint32_t agreeing[EGI_OP_COUNT] = {
     [EGI_OP_LogSoftmaxGrad] = EVERY,
     [EGI_OP_LayerNormalizationGrad] = 1u << 1 | 1u << 4,
     [EGI_OP_AttentionGrad] = 1u << 1 | 1u << 4 | 1u << 6,
-    [EGI_OP_LinearLogProbabilityGrad] = 1u << 1 | 1u << 5,
+    [EGI_OP_LinearLogProbabilityGrad] = 1u << 5,
     [EGI_OP_Accumulate] = 1u << 1,
 };
 

@@ -16,6 +16,9 @@ typedef struct appender {
 /* What the head multiplies, when the loss can take its place. */
 typedef struct head {
   egi_value_id hidden, weight, bias; /* weight: effectively [in, out]; bias 0: none */
+  egi_value_id quantised[3];         /* scales, zero points and groups of a quantised weight; 0: none */
+  const egi_attribute *attributes;   /* of its Linear: how it is stored */
+  unsigned n_attributes;
 } head;
 
 static bool is_vector(const egi_graph *graph, egi_value_id value) {
@@ -51,12 +54,21 @@ static bool read_gemm(appender *state, const egi_node *node, head *out_head) {
   return state->emit.status == EG_OK;
 }
 
-/* The weight [out, in] is turned, or what it is itself a transpose of is taken. */
+/* A weight [out, in] is turned, or what it is itself a transpose of is taken; a quantised one stays as it lies. */
 static bool read_linear(appender *state, const egi_node *node, head *out_head) {
   egi_value_id bias = node->n_inputs > EGI_LINEAR_BIAS ? node->inputs[EGI_LINEAR_BIAS] : 0;
-  if (egi_linear_is_quantised(node) || !read_matmul(state->graph, node, out_head)) return false;
   if (bias != 0 && out_head->bias != 0) return false;
   if (bias != 0) out_head->bias = bias;
+  if (egi_linear_is_quantised(node)) {
+    out_head->hidden = node->inputs[EGI_LINEAR_X];
+    out_head->weight = node->inputs[EGI_LINEAR_WEIGHT];
+    for (unsigned i = 0; i < 3; i++)
+      out_head->quantised[i] = EGI_LINEAR_SCALES + i < node->n_inputs ? node->inputs[EGI_LINEAR_SCALES + i] : 0;
+    out_head->attributes = node->attributes;
+    out_head->n_attributes = node->n_attributes;
+    return state->graph->values[out_head->hidden].dtype == EG_DTYPE_F32;
+  }
+  if (!read_matmul(state->graph, node, out_head)) return false;
   const egi_value *weight = &state->graph->values[out_head->weight];
   const egi_node *turn = &state->graph->nodes[weight->producer];
   if (weight->kind == EGI_VALUE_NODE && turn->op == EGI_OP_Transpose)
@@ -157,8 +169,13 @@ static egi_value_id emit_log_probability(appender *state) {
   head found;
   egi_value_id results[2];
   if (find_fusible_head(state, &found, &emit->scope) && state->graph->values[found.hidden].rank <= 3) {
-    egi_value_id inputs[4] = {found.hidden, found.weight, shape_labels(state, found.hidden), found.bias};
-    egi_emit_many(emit, EGI_OP_LinearLogProbability, inputs, found.bias != 0 ? 4 : 3, NULL, 0, results, 2);
+    const egi_value_id inputs[7] = {found.hidden,      found.weight,       shape_labels(state, found.hidden),
+                                    found.bias,        found.quantised[0], found.quantised[1],
+                                    found.quantised[2]};
+    unsigned n_inputs = 7;
+    while (inputs[n_inputs - 1] == 0) n_inputs--;
+    egi_emit_many(emit, EGI_OP_LinearLogProbability, inputs, n_inputs, found.attributes, found.n_attributes, results,
+                  2);
   } else {
     egi_value_id inputs[2] = {state->logits, state->labels};
     egi_emit_many(emit, EGI_OP_LogProbability, inputs, 2, NULL, 0, results, 2);

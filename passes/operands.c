@@ -80,16 +80,20 @@ static eg_status add_codes(finder *state, egi_node_id id, unsigned input, bool i
   return EG_OK;
 }
 
+static eg_status add_quantised(finder *state, egi_node_id id, unsigned input) {
+  egi_value_id weight = state->graph->nodes[id].inputs[input];
+  if (state->graph->values[weight].kind != EGI_VALUE_WEIGHT) return EG_OK;
+  EG_TRY(EGI_GROW(state->arena, &state->list, state->count, &state->capacity));
+  state->list[state->count++] = (egi_operand){id, input, weight, EGI_ROLE_QUANTISED, true};
+  return EG_OK;
+}
+
 /* Of a Linear, whose own form is [out, in]. */
 static eg_status add_linear(finder *state, egi_node_id id) {
-  const egi_node *node = &state->graph->nodes[id];
-  egi_value_id weight = node->inputs[EGI_LINEAR_WEIGHT];
-  if (!egi_linear_is_quantised(node)) {
+  if (egi_linear_is_quantised(&state->graph->nodes[id]))
+    EG_TRY(add_quantised(state, id, EGI_LINEAR_WEIGHT));
+  else
     EG_TRY(add_operand(state, id, EGI_LINEAR_WEIGHT, EGI_ROLE_MATRIX, true));
-  } else if (state->graph->values[weight].kind == EGI_VALUE_WEIGHT) {
-    EG_TRY(EGI_GROW(state->arena, &state->list, state->count, &state->capacity));
-    state->list[state->count++] = (egi_operand){id, EGI_LINEAR_WEIGHT, weight, EGI_ROLE_QUANTISED, true};
-  }
   return add_operand(state, id, EGI_LINEAR_BIAS, EGI_ROLE_BIAS, false);
 }
 
@@ -199,7 +203,10 @@ static eg_status visit(finder *state, egi_node_id id) {
   case EGI_OP_MaskedAttention:
     return is_hidden ? add_operand(state, id, 4, EGI_ROLE_SINKS, false) : EG_OK;
   case EGI_OP_LinearLogProbability:
-    EG_TRY(add_operand(state, id, 1, EGI_ROLE_MATRIX, false));
+    if (egi_linear_storage_of(node) == EGI_LINEAR_PLAIN)
+      EG_TRY(add_operand(state, id, 1, EGI_ROLE_MATRIX, false));
+    else
+      EG_TRY(add_quantised(state, id, 1));
     return add_operand(state, id, 3, EGI_ROLE_BIAS, false);
   case EGI_OP_LayerNormalization:
   case EGI_OP_RMSNormalization:

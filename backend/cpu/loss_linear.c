@@ -1,8 +1,10 @@
 /* LinearLogProbability and its gradient: head and loss in one, over the rows that have a label, in tiles of rows x
  * vocabulary, never a [rows, vocabulary] matrix of all rows. Forward: each tile gives a row's largest logit and sum of
  * exponentials, combined over tiles in order in f64. Gradient: blocks of rows one after the other; logits are computed
- * anew, turned into gradients in place, and multiplied on. All splits depend on sizes and labels alone. */
+ * anew, turned into gradients in place, and multiplied on. All splits depend on sizes and labels alone. A quantised
+ * weight is turned to float32 block by block, and has no gradient. One file: both directions share their tiles. */
 #include "backend/cpu/loss.h"
+#include "backend/cpu/quantised.h"
 #include "backend/cpu/strided.h"
 
 #include <math.h>
@@ -23,6 +25,7 @@ enum {
   WORK_HIDDEN,
   WORK_D_HIDDEN,
   WORK_D_BIAS,
+  WORK_COPIES,
   WORK_SCRATCH,
   WORK_COUNT
 };
@@ -32,8 +35,9 @@ typedef struct linear_params {
   const egi_row_functions *functions;
   eg_dtype dtype;
   size_t bytes; /* of an element */
-  bool is_gradient;
+  bool is_gradient, is_quantised;
   int bias; /* input; -1: none */
+  egi_quantised_weight weight;
   egi_rows hidden, d_hidden;
   egi_row_numbers labels, first, second;    /* outputs logp, lse, or inputs lse, d logp */
   int64_t n_rows, size, n_classes, n_tiles; /* size: of a hidden row; n_tiles: over the vocabulary */
@@ -47,8 +51,9 @@ typedef struct linear_run {
   const egi_kernel_call *call;
   int64_t *active; /* rows with a label */
   int64_t n_active;
-  const void *bias; /* [n_classes] contiguous, or NULL */
-  int64_t first, n; /* the gradient's block: active rows [first, first + n) */
+  const void *bias;     /* [n_classes] contiguous, or NULL */
+  egi_quantised matrix; /* the weight, when it is quantised */
+  int64_t first, n;     /* the gradient's block: active rows [first, first + n) */
   int64_t n_row_tiles;
 } linear_run;
 
@@ -80,6 +85,7 @@ static eg_status place_workspace(egi_kernel_plan *plan, linear_params *p) {
       [WORK_HIDDEN] = {is_forward ? workers * tile_rows : block, p->bytes * size},
       [WORK_D_HIDDEN] = {is_forward ? 0 : block, p->bytes * size},
       [WORK_D_BIAS] = {has_d_bias ? classes : 0, sizeof(double)},
+      [WORK_COPIES] = {p->is_quantised ? 1 : 0, p->weight.copies_bytes},
       [WORK_SCRATCH] = {workers, p->scratch_bytes}};
   size_t total = 0, bytes;
   for (int i = 0; i < WORK_COUNT; i++) {
@@ -101,7 +107,7 @@ static bool takes_types(const egi_kernel_plan *plan, const linear_params *p) {
   eg_dtype weight = plan->inputs[1].dtype;
   if (!p->functions || plan->inputs[2].dtype != EG_DTYPE_I64) return false;
   bool is_wide = p->dtype == EG_DTYPE_F32;
-  if (weight != p->dtype && !(is_wide && is_narrow(weight))) return false;
+  if (p->is_quantised ? !is_wide : weight != p->dtype && !(is_wide && is_narrow(weight))) return false;
   if (p->bias >= 0) {
     eg_dtype bias = plan->inputs[p->bias].dtype;
     if (bias != p->dtype && !(is_wide && is_narrow(bias))) return false;
@@ -113,9 +119,22 @@ static bool takes_types(const egi_kernel_plan *plan, const linear_params *p) {
 
 static bool takes_shapes(const egi_kernel_plan *plan, const linear_params *p) {
   const egi_tensor *weight = &plan->inputs[1], *bias = p->bias < 0 ? NULL : &plan->inputs[p->bias];
-  if (weight->rank != 2 || weight->dims[0] != p->size) return false;
-  if (bias && (bias->rank != 1 || bias->dims[0] != weight->dims[1])) return false;
+  if (!p->is_quantised && (weight->rank != 2 || weight->dims[0] != p->size)) return false;
+  if (p->n_classes < 0 || (bias && (bias->rank != 1 || bias->dims[0] != p->n_classes))) return false;
   return p->labels.rows.count == p->n_rows && p->first.rows.count == p->n_rows && p->second.rows.count == p->n_rows;
+}
+
+static size_t product_bytes(void) {
+  return (egi_product_scratch(TALL_ROWS, TILE_CLASSES) + 63) / 64 * 64;
+}
+
+/* Where the operands of a quantised weight stand. */
+static const uint8_t weight_inputs[2][EGI_LINEAR_INPUTS] = {{0, 1, 3, 4, 5, 6}, {0, 1, 5, 6, 7, 8}};
+
+static int64_t count_classes(const egi_kernel_plan *plan, const linear_params *p) {
+  const egi_tensor *weight = &plan->inputs[1];
+  if (p->is_quantised) return egi_quantised_out_features(plan, weight_inputs[p->is_gradient]);
+  return weight->rank == 2 ? weight->dims[1] : -1;
 }
 
 static eg_status prepare(egi_kernel_plan *plan, bool is_gradient) {
@@ -127,6 +146,7 @@ static eg_status prepare(egi_kernel_plan *plan, bool is_gradient) {
   p->dtype = hidden->dtype;
   p->functions = egi_row_functions_of(hidden->dtype);
   p->is_gradient = is_gradient;
+  p->is_quantised = egi_linear_storage_of(egi_plan_node(plan)) != EGI_LINEAR_PLAIN;
   p->bias = egi_plan_has_input(plan, bias) ? (int)bias : -1;
   egi_row_numbers_init(&p->labels, &plan->inputs[2]);
   egi_row_numbers_init(&p->first, is_gradient ? &plan->inputs[3] : &plan->outputs[0]);
@@ -136,18 +156,20 @@ static eg_status prepare(egi_kernel_plan *plan, bool is_gradient) {
   if (hidden->rank > 0) egi_rows_init(&p->hidden, hidden, hidden->rank - 1);
   p->n_rows = p->hidden.count;
   p->size = p->hidden.length;
+  p->n_classes = count_classes(plan, p);
   if (hidden->rank < 1 || !takes_shapes(plan, p))
     return egi_fail_node(plan->graph, plan->node, EG_ERROR_SHAPE, "hidden, weight, labels and bias do not fit");
   if (is_gradient && has_output(plan->outputs, plan->n_outputs, 0))
     egi_rows_init(&p->d_hidden, &plan->outputs[0], plan->outputs[0].rank - 1);
-  p->n_classes = plan->inputs[1].dims[1];
+  if (p->is_quantised) EG_TRY(egi_quantised_read(plan, weight_inputs[is_gradient], p->n_classes, p->size, &p->weight));
   p->n_tiles = ceil_divide(p->n_classes, TILE_CLASSES);
   int64_t rows = BLOCK_ELEMENTS / (p->n_classes + 1);
   rows = rows < SHORT_ROWS ? SHORT_ROWS : rows / SHORT_ROWS * SHORT_ROWS;
   p->block_rows = smaller(smaller(rows, 2 * TALL_ROWS), ceil_divide(p->n_rows, 16) * 16);
   p->tile_rows = smaller(p->n_classes < FEW_CLASSES ? SHORT_ROWS : TALL_ROWS, ceil_divide(p->n_rows, 16) * 16);
   if (p->tile_rows < 16) p->tile_rows = 16;
-  p->scratch_bytes = (egi_product_scratch(TALL_ROWS, TILE_CLASSES) + 63) / 64 * 64;
+  p->scratch_bytes = product_bytes();
+  if (p->is_quantised) p->scratch_bytes += EGI_QUANTISED_BLOCK * TILE_CLASSES * sizeof(float);
   plan->params = p;
   return place_workspace(plan, p);
 }
@@ -165,11 +187,6 @@ static char *work(const linear_run *run, int part) {
   return (char *)run->call->workspace + run->params->at[part];
 }
 
-static egi_matrix weight_matrix(const linear_run *run) {
-  const egi_tensor *weight = &run->call->inputs[1];
-  return (egi_matrix){weight->data, weight->dtype, weight->strides[0], weight->strides[1]};
-}
-
 static egi_matrix dense(const linear_run *run, void *data, int64_t columns) {
   return (egi_matrix){data, run->params->dtype, columns, 1};
 }
@@ -177,6 +194,7 @@ static egi_matrix dense(const linear_run *run, void *data, int64_t columns) {
 /* Finds the rows with labels and spreads the bias out. */
 static eg_status start_run(eg_context *ctx, linear_run *run) {
   const linear_params *p = run->params;
+  if (p->is_quantised) EG_TRY(egi_quantised_open(ctx, &p->weight, run->call, work(run, WORK_COPIES), &run->matrix));
   const egi_tensor *labels = &run->call->inputs[2];
   EG_TRY(egi_labels_check(ctx, &p->labels, labels, p->n_classes));
   run->active = (int64_t *)(void *)work(run, WORK_ACTIVE);
@@ -210,6 +228,28 @@ static void *scratch_of(const linear_run *run, size_t worker) {
   return work(run, WORK_SCRATCH) + worker * run->params->scratch_bytes;
 }
 
+/* The product with columns of the weight [size, classes], from `column` on, or of its transpose. */
+static void multiply(const linear_run *run, const egi_product *product, int64_t column, bool is_transposed,
+                     size_t worker) {
+  const linear_params *p = run->params;
+  char *scratch = scratch_of(run, worker);
+  if (p->is_quantised) { /* stored as [classes, size] unless it is turned */
+    const egi_quantised_product whole = {.matrix = &run->matrix,
+                                         .is_transposed = p->weight.is_turned == is_transposed,
+                                         .product = *product,
+                                         .column = column,
+                                         .buffer = (float *)(void *)(scratch + product_bytes()),
+                                         .scratch = scratch};
+    egi_quantised_multiply(p->isa, &whole);
+    return;
+  }
+  const egi_tensor *tensor = &run->call->inputs[1];
+  egi_matrix weight = {tensor->data, tensor->dtype, tensor->strides[is_transposed], tensor->strides[!is_transposed]};
+  egi_product plain = *product;
+  plain.b = egi_matrix_part(&weight, 0, column);
+  egi_product_run(p->isa, &plain, scratch);
+}
+
 /* ---- forward ---------------------------------------------------------------------------------------------------- */
 
 static double *statistics_at(const linear_run *run, int64_t index, int64_t tile) {
@@ -226,16 +266,13 @@ static void forward_tile(void *argument, size_t index, size_t worker) {
   char *hidden = work(run, WORK_HIDDEN) + worker * (size_t)(p->tile_rows * p->size) * p->bytes;
   char *logits = work(run, WORK_LOGITS) + worker * (size_t)(p->tile_rows * TILE_CLASSES) * p->bytes;
   gather_hidden(run, first, n, hidden);
-  egi_matrix weight = weight_matrix(run);
-  egi_product product = {n,
-                         columns,
-                         p->size,
-                         dense(run, hidden, p->size),
-                         egi_matrix_part(&weight, 0, column),
-                         dense(run, logits, columns),
-                         1.0,
-                         0.0};
-  egi_product_run(p->isa, &product, scratch_of(run, worker));
+  const egi_product product = {.m = n,
+                               .n = columns,
+                               .k = p->size,
+                               .a = dense(run, hidden, p->size),
+                               .c = dense(run, logits, columns),
+                               .alpha = 1.0};
+  multiply(run, &product, column, false, worker);
   double *label_logits = (double *)(void *)work(run, WORK_LABEL_LOGITS);
   for (int64_t i = 0; i < n; i++) {
     char *row = logits + (size_t)(i * columns) * p->bytes;
@@ -298,17 +335,15 @@ static void logits_tile(void *argument, size_t index, size_t worker) {
   int64_t row = (int64_t)index % run->n_row_tiles * p->tile_rows,
           column = (int64_t)index / run->n_row_tiles * TILE_CLASSES;
   int64_t n = smaller(p->tile_rows, run->n - row), columns = smaller(TILE_CLASSES, p->n_classes - column);
-  egi_matrix hidden = dense(run, work(run, WORK_HIDDEN), p->size), weight = weight_matrix(run);
+  egi_matrix hidden = dense(run, work(run, WORK_HIDDEN), p->size);
   egi_matrix logits = dense(run, work(run, WORK_LOGITS), p->n_classes);
-  egi_product product = {n,
-                         columns,
-                         p->size,
-                         egi_matrix_part(&hidden, row, 0),
-                         egi_matrix_part(&weight, 0, column),
-                         egi_matrix_part(&logits, row, column),
-                         1.0,
-                         0.0};
-  egi_product_run(p->isa, &product, scratch_of(run, worker));
+  const egi_product product = {.m = n,
+                               .n = columns,
+                               .k = p->size,
+                               .a = egi_matrix_part(&hidden, row, 0),
+                               .c = egi_matrix_part(&logits, row, column),
+                               .alpha = 1.0};
+  multiply(run, &product, column, false, worker);
   for (int64_t i = 0; i < n; i++) {
     int64_t source = run->active[run->first + row + i];
     double lse = egi_row_numbers_get(&p->first, &inputs[3], source);
@@ -330,18 +365,15 @@ static void hidden_tile(void *argument, size_t index, size_t worker) {
   int64_t row = (int64_t)index % run->n_row_tiles * p->tile_rows,
           column = (int64_t)index / run->n_row_tiles * TILE_COLUMNS;
   int64_t n = smaller(p->tile_rows, run->n - row), columns = smaller(TILE_COLUMNS, p->size - column);
-  egi_matrix logits = dense(run, work(run, WORK_LOGITS), p->n_classes), weight = weight_matrix(run);
-  egi_matrix transposed = {weight.data, weight.dtype, weight.column_stride, weight.row_stride};
+  egi_matrix logits = dense(run, work(run, WORK_LOGITS), p->n_classes);
   egi_matrix block = dense(run, work(run, WORK_D_HIDDEN), p->size);
-  egi_product product = {n,
-                         columns,
-                         p->n_classes,
-                         egi_matrix_part(&logits, row, 0),
-                         egi_matrix_part(&transposed, 0, column),
-                         egi_matrix_part(&block, row, column),
-                         1.0,
-                         0.0};
-  egi_product_run(p->isa, &product, scratch_of(run, worker));
+  const egi_product product = {.m = n,
+                               .n = columns,
+                               .k = p->n_classes,
+                               .a = egi_matrix_part(&logits, row, 0),
+                               .c = egi_matrix_part(&block, row, column),
+                               .alpha = 1.0};
+  multiply(run, &product, column, true, worker);
   for (int64_t i = 0; i < n; i++) {
     char *target = egi_rows_at(&p->d_hidden, run->call->outputs[0].data, run->active[run->first + row + i]);
     int64_t stride = p->d_hidden.inner_strides[0];

@@ -137,8 +137,13 @@ static const head_case heads[] = {
     {1, 1100, 3, 5, true, LABELS_ALL},  {1, 520, 2, 4100, false, LABELS_ALL},
 };
 
+/* How the weight is stored: int8 codes with one scale, [size, classes] or [classes, size]. */
+typedef enum storage { FLOATS, CODES, TURNED_CODES } storage;
+static const double code_scale = 0.015625;
+
 typedef struct head_operands {
   const head_case *h;
+  storage storage;
   ops_tensor *hidden, *weight, *labels, *bias, *d_logp;
 } head_operands;
 
@@ -150,13 +155,39 @@ static void logits_of(const head_operands *o, int64_t row, double *logits) {
   }
 }
 
+/* Codes, and the floats [size, classes] that they stand for. */
+static void add_codes(ops_case *c, head_operands *o) {
+  int64_t size = o->h->size, classes = o->h->n_classes;
+  bool is_turned = o->storage == TURNED_CODES;
+  ops_tensor *codes =
+      ops_add_input(c, EG_DTYPE_I8, 2, is_turned ? (const int64_t[]){classes, size} : (const int64_t[]){size, classes});
+  ops_fill_uniform(codes, -128, 127, 2);
+  o->weight = EGI_NEW(&c->arena, ops_tensor, 1);
+  *o->weight = (ops_tensor){.dtype = EG_DTYPE_F32, .rank = 2, .dims = {size, classes}};
+  o->weight->values = EGI_NEW(&c->arena, double, (size_t)(size * classes));
+  for (int64_t d = 0; d < size; d++)
+    for (int64_t j = 0; j < classes; j++)
+      o->weight->values[d * classes + j] = codes->values[is_turned ? j * size + d : d * classes + j] * code_scale;
+  ops_add_attribute(c, egi_attribute_string("storage", "blocked"));
+  ops_add_attribute(c, egi_attribute_int("transposed", !is_turned));
+}
+
+static void add_scale(ops_case *c, const head_operands *o) {
+  if (o->storage == FLOATS) return;
+  if (!o->h->has_bias) ops_add_absent(c);
+  ops_add_input(c, EG_DTYPE_F32, 0, NULL)->values[0] = code_scale;
+}
+
 static void add_head(ops_case *c, head_operands *o, eg_dtype dtype, eg_dtype weight) {
   const head_case *h = o->h;
   o->hidden = ops_add_input(c, dtype, 3, (const int64_t[]){h->batch, h->sequence, h->size});
-  o->weight = ops_add_input(c, weight, 2, (const int64_t[]){h->size, h->n_classes});
+  if (o->storage == FLOATS)
+    o->weight = ops_add_input(c, weight, 2, (const int64_t[]){h->size, h->n_classes});
+  else
+    add_codes(c, o);
   o->labels = ops_add_input(c, EG_DTYPE_I64, 2, (const int64_t[]){h->batch, h->sequence});
   ops_fill_uniform(o->hidden, -2, 2, 1);
-  ops_fill_uniform(o->weight, -2, 2, 2);
+  if (o->storage == FLOATS) ops_fill_uniform(o->weight, -2, 2, 2);
   fill_labels(o->labels, h->n_classes, h->labels);
 }
 
@@ -166,12 +197,13 @@ static void add_bias(ops_case *c, head_operands *o, eg_dtype weight) {
   ops_fill_uniform(o->bias, -1, 1, 3);
 }
 
-static void check_head(void **state, const head_case *h, eg_dtype dtype, eg_dtype weight) {
+static void check_head(void **state, const head_case *h, eg_dtype dtype, eg_dtype weight, storage stored) {
   ops_case c;
-  head_operands o = {.h = h};
+  head_operands o = {.h = h, .storage = stored};
   ops_begin(&c, state, EGI_OP_LinearLogProbability, dtype);
   add_head(&c, &o, dtype, weight);
   add_bias(&c, &o, weight);
+  add_scale(&c, &o);
   ops_tensor *logp = ops_add_output(&c, dtype, 2, o.labels->dims), *lse = ops_add_output(&c, dtype, 2, o.labels->dims);
   double *logits = malloc(sizeof(double) * (size_t)h->n_classes);
   for (int64_t row = 0; row < ops_count(o.labels); row++) {
@@ -194,10 +226,12 @@ static void check_head(void **state, const head_case *h, eg_dtype dtype, eg_dtyp
 void ops_case_linear_log_probability(void **state, egi_op op) {
   (void)op;
   for (size_t i = 0; i < EGI_COUNT(heads); i++) {
-    check_head(state, &heads[i], EG_DTYPE_F32, EG_DTYPE_F32);
-    check_head(state, &heads[i], EG_DTYPE_F64, EG_DTYPE_F64);
-    check_head(state, &heads[i], EG_DTYPE_F32, EG_DTYPE_F16);
-    check_head(state, &heads[i], EG_DTYPE_F32, EG_DTYPE_BF16);
+    check_head(state, &heads[i], EG_DTYPE_F32, EG_DTYPE_F32, FLOATS);
+    check_head(state, &heads[i], EG_DTYPE_F64, EG_DTYPE_F64, FLOATS);
+    check_head(state, &heads[i], EG_DTYPE_F32, EG_DTYPE_F16, FLOATS);
+    check_head(state, &heads[i], EG_DTYPE_F32, EG_DTYPE_BF16, FLOATS);
+    check_head(state, &heads[i], EG_DTYPE_F32, EG_DTYPE_F32, CODES);
+    check_head(state, &heads[i], EG_DTYPE_F32, EG_DTYPE_F32, TURNED_CODES);
   }
 }
 
@@ -225,14 +259,15 @@ static void add_head_gradients(const head_operands *o, int64_t row, const double
   }
 }
 
-static void check_head_grad(void **state, const head_case *h, eg_dtype dtype, unsigned wanted) {
+static void check_head_grad(void **state, const head_case *h, eg_dtype dtype, unsigned wanted, storage stored) {
   ops_case c;
-  head_operands o = {.h = h};
+  head_operands o = {.h = h, .storage = stored};
   ops_begin(&c, state, EGI_OP_LinearLogProbabilityGrad, dtype);
   add_head(&c, &o, dtype, dtype);
   ops_tensor *lse = ops_add_input(&c, dtype, 2, o.labels->dims), *out[3], spare[3];
   o.d_logp = ops_add_input(&c, dtype, 2, o.labels->dims);
   add_bias(&c, &o, dtype);
+  add_scale(&c, &o);
   ops_fill_uniform(o.d_logp, -1, 1, 4);
   out[0] = ops_add_output(&c, dtype, 3, o.hidden->dims);
   out[1] = ops_add_output(&c, dtype, 2, o.weight->dims);
@@ -269,5 +304,10 @@ void ops_case_linear_log_probability_grad(void **state, egi_op op) {
   (void)op;
   for (size_t i = 0; i < EGI_COUNT(heads); i++)
     for (unsigned wanted = 1; wanted < 8; wanted += i < 4 ? 1 : 3) /* 1, 4, 7 for large ones */
-      for (size_t t = 0; t < EGI_COUNT(real_types); t++) check_head_grad(state, &heads[i], real_types[t], wanted);
+      for (size_t t = 0; t < EGI_COUNT(real_types); t++)
+        check_head_grad(state, &heads[i], real_types[t], wanted, FLOATS);
+  for (size_t i = 0; i < EGI_COUNT(heads); i++) {
+    check_head_grad(state, &heads[i], EG_DTYPE_F32, 1, CODES);
+    check_head_grad(state, &heads[i], EG_DTYPE_F32, heads[i].has_bias ? 5 : 1, TURNED_CODES);
+  }
 }

@@ -260,6 +260,12 @@ static const gradient_case cases[] = {
     {"(double[2,3,4] x, double[5,4] w) => (float[2,3] y) <int64[2,3] t = {0,4,-100,2,2,1}>\n"
      "{ u = Transpose (w)  y, lse = engraft.LinearLogProbability (x, u, t) }",
      -1, 1, 1e-2, 1e-4, NULL},
+    {"(double[2,3] x) => (float[2] y) <int64[2] t = {1,0}, uint8[2,1,8] w = "
+     "{1,35,69,103,137,171,205,239,2,4,6,8,1,3,5,7},"
+     " float[2,1] s = {0.5,-0.25}>\n"
+     "{ a = Cast <to = 1> (x)  y, lse = engraft.LinearLogProbability <storage = \"nbits\", bits = 4, block_size = 16, "
+     "out_features = 2, in_features = 3> (a, w, t, , s) }",
+     -2, 2, 1e-2, 1e-4, NULL},
     /* mixtures of experts: concatenated, softmax before; gpt-oss's; one input an expert; groups; packed */
     {"(double[2,3,4] x, double[6,4] l, double[4,6,4] g, double[4,4,3] d) => (double[2,3,4] y)\n"
      "{ y = engraft.MoE <experts = 4, top_k = 2, normalise = 1, roles = [1, 0, 0, 0, 1, 0]> (x, l, , g, d) }",

@@ -190,6 +190,10 @@ static void a_head_joins_the_loss(void **state) {
   pass_run(fixture, "fuse_linear,name_modules", NULL);
   pass_run(fixture, "append_loss", &adapt);
   assert_int_equal(pass_count(fixture, EGI_OP_LinearLogProbability), 1);
+  pass_graph(fixture, NAMELESS("table", "node_1", "node_2")); /* quantised */
+  pass_run(fixture, "fuse_linear,name_modules", NULL);
+  pass_run(fixture, "append_loss", &adapt);
+  assert_int_equal(pass_count(fixture, EGI_OP_LinearLogProbability), 1);
 }
 
 static void quantised_weights_are_not_trained(void **state) {
