@@ -30,7 +30,7 @@ egi_cuda_status check_arguments(const egi_cuda_attention *a, bool is_backward) {
   if (a->n_queries < 1 || a->n_keys < 1 || a->n_queries > limit - 256 || a->n_keys > limit - 256 || a->n_heads < 1 ||
       a->n_kv_heads < 1 || a->n_heads % a->n_kv_heads != 0)
     return EGI_CUDA_INVALID;
-  if ((a->n_queries / tile + 4) * a->n_heads > INT_MAX || (a->n_keys / tile + 4) * a->n_kv_heads > INT_MAX ||
+  if ((a->n_queries / tile + 4) * a->n_heads > INT_MAX || (2 * a->n_keys / tile + 4) * a->n_kv_heads > INT_MAX ||
       a->n_heads > 65535)
     return EGI_CUDA_UNSUPPORTED;
   if (!(a->scale > 0.0f) || !(a->softcap >= 0.0f) || a->query_offset < 0 || a->query_offset > limit)

@@ -97,7 +97,8 @@ __device__ __forceinline__ int last_mark(const unsigned (&marks)[SPAN_WORDS], in
 
 /* Cuts a chunk of a span, from its first document on to that of the next chunk, into tiles of up to `most` rows which
  * end at the last document's end within reach: a tile with keys of two documents would walk the queries of both. Ends
- * are multiples of what a warp writes at once. A whole warp. */
+ * are multiples of what a warp writes at once. Where a tile is short, none ends in the rest of its reach, so two in a
+ * row have `most` rows together, but for the chunk's last. A whole warp. */
 struct key_span {
   int first, n_rows;
 };
