@@ -75,6 +75,13 @@ static egi_value_id rows_like(const egi_moe_region *region, egi_value_id exit) {
   return 0;
 }
 
+/* Codes, scales or zero points of an expert as [rows, ..]. */
+static egi_value_id packed(egi_emitter *emit, egi_value_id value, int64_t rows) {
+  const int64_t dims[2] = {rows, -1};
+  if (emit->graph->values[value].rank == 2) return value;
+  return egi_emit_binary(emit, EGI_OP_Reshape, value, egi_emit_integers(emit, dims, 2));
+}
+
 static unsigned write_attributes(const egi_moe *moe, const int64_t *roles, const int64_t *transposed,
                                  egi_attribute *out) {
   unsigned n = 0;
@@ -94,6 +101,11 @@ static unsigned write_attributes(const egi_moe *moe, const int64_t *roles, const
   out[n++] = egi_attribute_float("alpha", (float)moe->alpha);
   out[n++] = egi_attribute_float("limit", (float)moe->limit);
   out[n++] = egi_attribute_float("offset", (float)moe->offset);
+  if (moe->is_quantised) {
+    out[n++] = egi_attribute_string("storage", "nbits");
+    out[n++] = egi_attribute_int("bits", moe->bits);
+    out[n++] = egi_attribute_int("block_size", moe->block_size);
+  }
   out[n++] = egi_attribute_ints("roles", roles, EGI_MOE_ROLES);
   out[n++] = egi_attribute_ints("transposed", transposed, 3);
   return n;
@@ -135,6 +147,12 @@ static eg_status replace(egi_moe_region *region, const egi_moe *moe, const egi_m
     roles[i] = operands->counts[i];
     for (uint32_t k = 0; k < operands->counts[i]; k++) {
       egi_value_id value = operands->values[i][k];
+      bool is_packed = moe->is_quantised && (i % 2 == 0 || i >= EGI_MOE_GATE_SCALES);
+      if (is_packed) value = packed(&emit, value, operands->rows[i % EGI_MOE_GATE_SCALES / 2]);
+      if (is_packed && graph->values[value].dtype == EG_DTYPE_U8) {
+        inputs[at++] = value;
+        continue;
+      }
       if (i % 2 == 1) value = bias(&emit, value, operands->counts[i] == 1, region->n_experts);
       inputs[at++] = operand(&emit, value, dtype);
     }

@@ -444,8 +444,15 @@ static bool fit_router(fit *f) {
 
 /* ---- the result ----------------------------------------------------------------------------------------------- */
 
+/* The operand of a role that a product has; 0: none. */
+static egi_value_id operand_of(const egi_moe_event *event, egi_moe_role role) {
+  if (role >= EGI_MOE_GATE_SCALES) return role % 2 == 0 ? event->scales : event->zeros;
+  return role % 2 == 0 ? event->matrix.weight : event->bias;
+}
+
 /* One stack where the experts are its slices in order. */
-static bool put_operand(fit *f, egi_moe_operands *out, egi_moe_role role, unsigned which, bool is_bias) {
+static bool put_operand(fit *f, egi_moe_operands *out, egi_moe_role role, unsigned which) {
+  bool is_bias = role < EGI_MOE_GATE_SCALES && role % 2 == 1, is_packed = f->moe.is_quantised && !is_bias;
   egi_moe_region *region = f->region;
   int64_t e = region->n_experts;
   egi_value_id *values = EGI_NEW(region->arena, egi_value_id, (size_t)e);
@@ -456,16 +463,16 @@ static bool put_operand(fit *f, egi_moe_operands *out, egi_moe_role role, unsign
     const egi_moe_event *events[3];
     if (!experts_events(f, i, events)) return false;
     const egi_moe_event *event = events[which];
-    values[i] = event == NULL ? 0 : is_bias ? event->bias : event->matrix.weight;
+    values[i] = event == NULL ? 0 : operand_of(event, role);
     if (values[i] == 0) continue;
     count++;
-    is_stack = is_stack && values[i] == values[0] &&
+    is_stack = is_stack && !is_packed && values[i] == values[0] &&
                (is_bias ? weight_count(f, values[i]) == e * n_of(event)
                         : event->matrix.is_stack && slice_of(f, event, i) == i);
   }
   if (count == 0) return true;
-  if (count != (uint32_t)e) return egi_moe_reject(region, region->router, "only some of its experts have a bias");
-  for (int64_t i = 0; i < e && !is_stack; i++)
+  if (count != (uint32_t)e) return egi_moe_reject(region, region->router, "only some of its experts have an operand");
+  for (int64_t i = 0; i < e && !is_stack && !is_packed; i++)
     if (region->graph->values[values[i]].rank != (is_bias ? 1 : 2))
       return egi_moe_reject(region, region->router, "its experts are slices in another order");
   out->values[role] = values;
@@ -480,15 +487,19 @@ static bool put_operands(fit *f, egi_moe_operands *out) {
   for (unsigned i = 0; i < 3; i++) {
     if (events[i] == NULL) continue;
     f->moe.is_transposed[i] = events[i]->is_transposed;
-    for (int64_t e = 1; e < f->region->n_experts; e++) {
+    f->moe.is_quantised = events[0]->bits > 0;
+    f->moe.bits = events[0]->bits;
+    f->moe.block_size = events[0]->block_size;
+    out->rows[i] = n_of(events[i]);
+    for (int64_t e = 0; e < f->region->n_experts; e++) {
       const egi_moe_event *others[3];
       if (!experts_events(f, e, others)) return false;
-      if (others[i] == NULL || others[i]->is_transposed != events[i]->is_transposed)
+      if (others[i] == NULL || others[i]->is_transposed != events[i]->is_transposed ||
+          others[i]->bits != events[0]->bits || others[i]->block_size != events[0]->block_size)
         return egi_moe_reject(f->region, f->region->router, "its experts are not all of one form");
     }
-    if (!put_operand(f, out, (egi_moe_role)(2 * i), i, false) ||
-        !put_operand(f, out, (egi_moe_role)(2 * i + 1), i, true))
-      return false;
+    for (unsigned role = 2 * i; role < EGI_MOE_ROLES; role += role % 2 == 0 ? 1 : EGI_MOE_GATE_SCALES - 1)
+      if (!put_operand(f, out, (egi_moe_role)role, i)) return false;
   }
   return true;
 }

@@ -40,14 +40,16 @@ typedef struct egi_moe_value {
 typedef struct egi_moe_event {
   egi_node_id node;
   egi_moe_matrix matrix;
-  bool is_transposed;      /* stored [K, N] for y = W·x with W [N, K] */
-  egi_tensor in, out;      /* out with the bias, where one is added */
-  egi_value_id bias;       /* its parameter, or 0 */
-  uint32_t sources[2];     /* index + 1 */
-  uint8_t n_stages;        /* of its input */
-  const uint32_t *members; /* of rows of several products, one after the other: their indices */
-  uint32_t n_members;      /* 0: a product of its own */
-  egi_tensor shares;       /* what its rows are multiplied by at last, when it comes from the router alone; or none */
+  bool is_transposed;         /* stored [K, N] for y = W·x with W [N, K] */
+  egi_tensor in, out;         /* out with the bias, where one is added */
+  egi_value_id bias;          /* its parameter, or 0 */
+  egi_value_id scales, zeros; /* of packed codes, or 0 */
+  int64_t bits, block_size;   /* bits 0: plain */
+  uint32_t sources[2];        /* index + 1 */
+  uint8_t n_stages;           /* of its input */
+  const uint32_t *members;    /* of rows of several products, one after the other: their indices */
+  uint32_t n_members;         /* 0: a product of its own */
+  egi_tensor shares; /* what its rows are multiplied by at last, when it comes from the router alone; or none */
 } egi_moe_event;
 
 typedef struct egi_moe_region {
@@ -118,6 +120,7 @@ float egi_moe_number_of(const egi_moe_region *region, egi_value_id weight, int64
 typedef struct egi_moe_operands {
   egi_value_id *values[EGI_MOE_ROLES];
   uint32_t counts[EGI_MOE_ROLES];
+  int64_t rows[3]; /* of gate, up and down */
 } egi_moe_operands;
 bool egi_moe_fit(egi_moe_region *region, egi_moe *out_moe, egi_moe_operands *out_operands, uint32_t *out_n_found);
 

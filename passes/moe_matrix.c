@@ -3,6 +3,7 @@
  * vectors, not of matrices. */
 #include <string.h>
 
+#include "graph/linear.h"
 #include "passes/moe_match.h"
 
 static uint64_t mix(uint64_t x) { /* splitmix64 (Steele, Lea and Flood, OOPSLA 2014) */
@@ -38,8 +39,24 @@ static bool put(egi_moe_region *region, egi_value_id value, const egi_moe_matrix
   return true;
 }
 
+/* Packed codes of a Linear have their sizes in its attributes. */
+static bool begin_codes(egi_moe_region *region, egi_value_id weight) {
+  const egi_node *node = &region->graph->nodes[region->uses->list[region->uses->start[weight]]];
+  egi_moe_matrix *matrix = copy_matrix(region, NULL);
+  int64_t *slice = EGI_NEW(region->arena, int64_t, 1);
+  if (matrix == NULL || slice == NULL) return egi_moe_reject(region, 0, "out of memory");
+  *matrix = (egi_moe_matrix){.weight = weight,
+                             .rows = egi_node_int(node, "out_features", 0),
+                             .columns = egi_node_int(node, "in_features", 0),
+                             .count = 1,
+                             .slices = slice};
+  if (matrix->rows < 1 || matrix->columns < 1) return egi_moe_reject(region, 0, "packed codes of unknown size");
+  return put(region, weight, matrix);
+}
+
 bool egi_moe_begin_matrix(egi_moe_region *region, egi_value_id weight) {
   const egi_weight *row = &region->graph->module->weights[region->graph->values[weight].index];
+  if (row->dtype == EG_DTYPE_U8) return begin_codes(region, weight);
   egi_moe_matrix *matrix = copy_matrix(region, NULL);
   if (matrix == NULL || (row->rank != 2 && row->rank != 3)) return egi_moe_reject(region, 0, "a parameter of odd rank");
   matrix->weight = weight;
@@ -319,7 +336,23 @@ static void add_bias(egi_moe_region *region, const egi_tensor *bias, egi_tensor 
   for (int64_t i = 0; i < count; i++) ((float *)out->data)[i] += ((const float *)bias->data)[own == 1 ? 0 : i % n];
 }
 
-/* MatMul (either side), Gemm and plain Linear. */
+/* A Linear over packed codes in whole blocks, as QMoE has them too. */
+static bool read_packing(const egi_moe_region *region, const egi_node *node, egi_moe_event *event) {
+  const egi_graph *graph = region->graph;
+  if (node->op != EGI_OP_Linear || node->n_inputs <= EGI_LINEAR_SCALES) return true;
+  egi_value_id zeros = node->n_inputs > EGI_LINEAR_ZERO_POINTS ? node->inputs[EGI_LINEAR_ZERO_POINTS] : 0;
+  bool has_groups = node->n_inputs > EGI_LINEAR_GROUP_INDEX && node->inputs[EGI_LINEAR_GROUP_INDEX] != 0;
+  event->bits = egi_node_int(node, "bits", 4);
+  event->block_size = egi_node_int(node, "block_size", 0);
+  event->scales = node->inputs[EGI_LINEAR_SCALES];
+  event->zeros = zeros;
+  if (egi_linear_storage_of(node) != EGI_LINEAR_NBITS || has_groups || event->block_size < 1) return false;
+  if (zeros != 0 && graph->values[zeros].dtype != EG_DTYPE_U8) return false;
+  return event->matrix.columns % event->block_size == 0 && graph->values[event->scales].kind == EGI_VALUE_WEIGHT &&
+         (event->bits == 2 || event->bits == 4 || event->bits == 8);
+}
+
+/* MatMul (either side), Gemm and Linear, plain or packed. */
 bool egi_moe_product(egi_moe_region *region, egi_node_id id) {
   const egi_graph *graph = region->graph;
   const egi_node *node = &graph->nodes[id];
@@ -327,11 +360,13 @@ bool egi_moe_product(egi_moe_region *region, egi_node_id id) {
   const egi_moe_matrix *matrix = region->values[node->inputs[is_left ? 0 : 1]].matrix;
   const egi_moe_value *rows = &region->values[node->inputs[is_left ? 1 : 0]];
   bool is_n_first = node->op == EGI_OP_Linear || (node->op == EGI_OP_Gemm && egi_node_int(node, "transB", 0) != 0);
-  bool is_plain = node->op == EGI_OP_MatMul || (node->op == EGI_OP_Linear && node->n_inputs < 4) ||
+  bool is_plain = node->op == EGI_OP_MatMul || node->op == EGI_OP_Linear ||
                   (node->op == EGI_OP_Gemm && egi_node_int(node, "transA", 0) == 0);
   if (!is_plain || (is_left && node->op != EGI_OP_MatMul) || rows->tensor.data == NULL || matrix == NULL)
     return egi_moe_reject(region, id, "parameters in an operator that is not followed");
   egi_moe_event event = {.node = id, .matrix = *matrix, .in = rows->tensor, .n_stages = rows->n_stages};
+  if (!read_packing(region, node, &event))
+    return egi_moe_reject(region, id, "parameters in a storage that is not followed");
   bool seen_n_first = is_left || is_n_first; /* the matrix is seen as [N, K] */
   event.is_transposed = matrix->is_transposed == seen_n_first;
   memcpy(event.sources, rows->sources, sizeof event.sources);

@@ -156,7 +156,8 @@ static bool set_weight(egi_moe_region *region, egi_value_id id) {
   const egi_weight *weight = &graph->module->weights[graph->values[id].index];
   egi_tensor t = {.dtype = weight->dtype, .rank = weight->rank};
   if (region->values[id].is_computed) return true;
-  use_kind kind = egi_dtype_is_float(weight->dtype) ? kind_of(region, id) : USE_CONSTANT;
+  bool may_be_matrix = egi_dtype_is_float(weight->dtype) || weight->dtype == EG_DTYPE_U8;
+  use_kind kind = may_be_matrix ? kind_of(region, id) : USE_CONSTANT;
   if (kind == USE_MATRIX && weight->rank >= 2) return egi_moe_begin_matrix(region, id);
   memcpy(t.dims, weight->dims, sizeof t.dims);
   egi_tensor_set_contiguous(&t);
