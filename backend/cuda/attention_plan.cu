@@ -95,13 +95,15 @@ __device__ __forceinline__ int last_mark(const unsigned (&marks)[SPAN_WORDS], in
   return 32 * ((from >> 5) + furthest) + 31 - __clz(static_cast<int>(__shfl_sync(0xffffffffu, word, furthest)));
 }
 
+/* Keys whose document starts are marked at a time. */
+struct key_span {
+  int first, n_rows;
+};
+
 /* Cuts a chunk of a span, from its first document on to that of the next chunk, into tiles of up to `most` rows which
  * end at the last document's end within reach: a tile with keys of two documents would walk the queries of both. Ends
  * are multiples of what a warp writes at once. Where a tile is short, none ends in the rest of its reach, so two in a
  * row have `most` rows together, but for the chunk's last. A whole warp. */
-struct key_span {
-  int first, n_rows;
-};
 __device__ void cut_chunk(const unsigned (&marks)[SPAN_WORDS], key_span span, int chunk, const list_job &job,
                           int *n_tiles) {
   const int lane = threadIdx.x & 31, next = (chunk + 1) * CHUNK_ROWS, n_rows = span.n_rows;
