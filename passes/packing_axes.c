@@ -67,6 +67,7 @@ bool egi_packing_is_shape(egi_op op, unsigned input) {
   switch (op) {
   case EGI_OP_Reshape:
   case EGI_OP_Expand:
+  case EGI_OP_Tile:
   case EGI_OP_Squeeze:
   case EGI_OP_Unsqueeze:
   case EGI_OP_Split:
@@ -180,9 +181,14 @@ static const char *check_rotary(const egi_packing *p, const egi_node *node) {
   egi_token_axis own = egi_packing_axis(p, node->inputs[0]);
   if (own.reason) return own.reason;
   if (own.axis != rank - 2 || own.factor != 1) return mixes;
-  for (unsigned i = 1; i < node->n_inputs; i++)
-    if (decides(p, node, i)) return mixes;
-  return has_positions && (varies(p, node, 1) || varies(p, node, 2)) ? "its angles depend on the sequence" : NULL;
+  if (has_positions && (varies(p, node, 1) || varies(p, node, 2))) return "its angles depend on the sequence";
+  for (unsigned i = 1; i < node->n_inputs; i++) { /* [batch, sequence, angles], or positions [batch, sequence] */
+    if (!varies(p, node, i)) continue;
+    own = egi_packing_axis(p, node->inputs[i]);
+    if (own.reason) return own.reason;
+    if (own.axis != 1 || own.factor != 1) return mixes;
+  }
+  return NULL;
 }
 
 static const char *check_attention(const egi_packing *p, const egi_node *node) {
@@ -259,6 +265,7 @@ static const char *check_operator(const egi_packing *p, const egi_node *node, eg
   case EGI_OP_ReduceSum:
   case EGI_OP_ArgMax:
   case EGI_OP_ArgMin:
+  case EGI_OP_Tile:
     return check_in_place(p, node, EGI_MAX_RANK);
   default:
     break;

@@ -19,7 +19,7 @@ static void mark_loss(egi_packing *p) {
   for (int hop = 0; hop < 2 && value != 0 && p->graph->values[value].kind == EGI_VALUE_NODE; hop++) {
     egi_node_id id = p->graph->values[value].producer;
     p->is_loss[id] = true;
-    value = p->graph->nodes[id].inputs[0];
+    value = p->graph->nodes[id].n_inputs > 0 ? p->graph->nodes[id].inputs[0] : 0;
   }
 }
 

@@ -14,12 +14,13 @@ typedef struct packing_row {
 /* ---- pieces of graphs ---- */
 
 #define INPUTS "(int64[B,S] input_ids, int64[B,S] attention_mask, int64[B,S] position_ids) => (float[B,S,8] y) "
-#define NUMBERS                                                                                                   \
-  "int64 zero = {0}, int64 one = {1}, int64 two = {2}, int64[1] a0 = {0}, int64[1] a1 = {1}, int64[1] a2 = {2}, " \
-  "int64[1] last = {-1}, int64[1] first = {0}, int64[1] lowest = {-9223372036854775807}, float half = {0.5}, "    \
-  "int64[4] heads = {0,0,2,4}, int64[3] flat = {0,0,8}, int64[3] turned = {0,8,-1}, int64[2] size = {64,8}, "     \
-  "int64[2] rows = {-1,8}, int64[2] halves = {4,4}, float[1,1,8] spread = {0.3,-0.2,0.5,0.1,-0.4,0.7,0.2,-0.1}, " \
-  "float[2,8] pair = {1,2,3,4,5,6,7,8,8,7,6,5,4,3,2,1}, float[2] angles = {1.0,0.3}, float[2] sinks = {0.5,-0.3}"
+#define NUMBERS                                                                                                     \
+  "int64 zero = {0}, int64 one = {1}, int64 two = {2}, int64[1] a0 = {0}, int64[1] a1 = {1}, int64[1] a2 = {2}, "   \
+  "int64[1] last = {-1}, int64[1] first = {0}, int64[1] lowest = {-9223372036854775807}, float half = {0.5}, "      \
+  "int64[4] heads = {0,0,2,4}, int64[3] flat = {0,0,8}, int64[3] turned = {0,8,-1}, int64[2] size = {64,8}, "       \
+  "int64[2] rows = {-1,8}, int64[2] halves = {4,4}, float[1,1,8] spread = {0.3,-0.2,0.5,0.1,-0.4,0.7,0.2,-0.1}, "   \
+  "float[2,8] pair = {1,2,3,4,5,6,7,8,8,7,6,5,4,3,2,1}, float[2] angles = {1.0,0.3}, float[2] sinks = {0.5,-0.3}, " \
+  "int64[3] twice = {1,1,2}"
 /* Embedded tokens h [B,S,8], from a table that counts. */
 #define TOKENS                                                                                            \
   "count = Shape (pair) n64 = Cast <to = 1> (input_ids) ids = Unsqueeze (n64, a2) e = Mul (ids, spread) " \
@@ -67,6 +68,11 @@ static const packing_row rows[] = {
     {"rotary angles looked up",
      GRAPH(QKV "big = Shape (pair) t = ConstantOfShape <value = float[1] {0.1}> (size) c = CumSum (t, zero) "
                "c2 = Slice (c, first, a2, a1) x = RotaryEmbedding (q, c2, c2, position_ids) "
+               "a = engraft.Attention <causal = 1> (x, x, q) " OUT),
+     NULL},
+    {"rotary angles that are looked up, then repeated",
+     GRAPH(QKV "t = ConstantOfShape <value = float[1] {0.1}> (size) c = CumSum (t, zero) l = Gather (c, position_ids) "
+               "c1 = Slice (l, first, a1, a2) c2 = Tile (c1, twice) x = RotaryEmbedding (q, c2, c2) "
                "a = engraft.Attention <causal = 1> (x, x, q) " OUT),
      NULL},
     {"channels taken apart", GRAPH("b, c = Split <axis = 2> (h, halves) y = Concat <axis = -1> (c, b) "), NULL},
