@@ -1,5 +1,5 @@
 /* Packed documents are trained as if each were alone: loss and gradients of rows equal those of the documents one by
- * one, for models with windows, learned positions and experts, for documents of one token, one that fills its
+ * one, for models with windows, sinks, learned positions and experts, for documents of one token, one that fills its
  * row and rows with a tail. */
 #include "support_api.h"
 
@@ -29,11 +29,21 @@ static const char *const configs[] = {
 static const uint32_t lengths[] = {5, 1, 24, 9, 1, 13, 2, 17, 7, 11, 3, 1};
 enum { N_DOCUMENTS = 12, ROW = 24 };
 
+/* Files of exporters. */
+static const char *const files[] = {"gpt_oss/model.dynamo-op23-eager-batched_mm.onnx",
+                                    "gpt_oss/model.genai-float32.onnx", "gpt2/model.torchscript-op17-eager.onnx",
+                                    "qwen2/model.dynamo-op23-sdpa.onnx"};
+
 static eg_model *make_model(api_fixture *fixture, const char *config) {
   char path[256];
   egi_module *module;
   eg_model *model;
   egi_new_options options = {.dtype = EG_DTYPE_F32, .seed = 3};
+  if (config[0] != '{') {
+    snprintf(path, sizeof path, "%s/%s", EGI_TEST_DATA, config);
+    api_must(fixture->ctx, eg_model_load(fixture->ctx, path, NULL, &model));
+    return model;
+  }
   api_write(fixture, "packing.json", config);
   api_path(fixture, path, sizeof path, "packing.json");
   api_must(fixture->ctx, egi_huggingface_new(fixture->ctx, path, &options, &module));
@@ -167,6 +177,11 @@ static void test_one_by_one(void **state) {
   for (size_t i = 0; i < EGI_COUNT(configs); i++) check_model(*state, configs[i], false, false);
 }
 
+static void test_files(void **state) {
+  for (size_t i = 0; i < EGI_COUNT(files); i++) check_model(*state, files[i], false, false);
+  check_model(*state, files[0], true, false);
+}
+
 static void test_all_weights(void **state) {
   check_model(*state, configs[0], true, false);
   check_model(*state, configs[3], true, false);
@@ -275,6 +290,7 @@ static void test_positions_end(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test_setup_teardown(test_one_by_one, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_files, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_all_weights, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_without_fused, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_comparisons, api_setup, api_teardown),
