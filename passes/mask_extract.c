@@ -166,6 +166,12 @@ static void add_number(egi_mask_numbers *numbers, int64_t number) {
   if (!numbers->is_full) numbers->values[numbers->count++] = magnitude;
 }
 
+static int64_t replaced_number(const egi_mask_extract *x, int64_t number) {
+  for (unsigned i = 0; i < x->n_replaced; i++)
+    if (number == x->from[i] || number == -x->from[i]) return number < 0 ? -x->to[i] : x->to[i];
+  return number;
+}
+
 static bool counts_up(const egi_weight *weight, uint64_t count) {
   size_t bytes = weight->dtype == EG_DTYPE_I64 ? 8 : 4;
   if ((weight->dtype != EG_DTYPE_I64 && weight->dtype != EG_DTYPE_I32) || weight->bytes.kind != EGI_BYTES_MEMORY)
@@ -206,8 +212,9 @@ static eg_status read_numbers(copier *c, egi_weight *weight) {
   if (!bytes) return EG_ERROR_MEMORY;
   for (uint32_t i = 0; i < count; i++) {
     add_number(&x->numbers, numbers[i]);
-    bool is_wanted = x->constant != 0 && (numbers[i] == x->constant || numbers[i] == -x->constant);
-    if (is_wanted) numbers[i] = numbers[i] < 0 ? -x->replacement : x->replacement;
+    int64_t replaced = replaced_number(x, numbers[i]);
+    bool is_wanted = replaced != numbers[i];
+    numbers[i] = replaced;
     is_changed = is_changed || is_wanted;
     int32_t narrow = (int32_t)numbers[i];
     if (weight->dtype == EG_DTYPE_I64)
@@ -270,13 +277,14 @@ static eg_status read_float(copier *c, const egi_node *node, egi_value_id id) {
     return refuse(c, "positions are divided (node \"%s\")", node->name);
   if (!may_be_place(node->op, number)) return EG_OK;
   add_number(&x->numbers, (int64_t)fabs(number));
-  if (c->copies[id] != 0 || x->constant == 0 || (int64_t)fabs(number) != x->constant) return EG_OK;
+  int64_t whole = (int64_t)number;
+  if (c->copies[id] != 0 || replaced_number(x, whole) == whole) return EG_OK;
   if (value->dtype != EG_DTYPE_F32) return refuse(c, "a number of node \"%s\" may be a window", node->name);
   egi_weight weight = x->source->module->weights[value->index];
   float *replaced = EGI_NEW(&x->module->arena, float, 1);
   uint32_t index;
   if (!replaced) return EG_ERROR_MEMORY;
-  *replaced = (float)(number < 0 ? -x->replacement : x->replacement);
+  *replaced = (float)replaced_number(x, whole);
   weight.bytes = (egi_bytes){.data = (const uint8_t *)(const void *)replaced, .size_bytes = sizeof *replaced};
   EG_TRY(egi_module_add_weight(x->module, &weight, &index));
   return egi_graph_add_weight(x->graph, index, &c->copies[id]);

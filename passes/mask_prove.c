@@ -4,6 +4,7 @@
  * small numbers in its place, whose windows must follow them. Called by fuse_attention. */
 #include <inttypes.h>
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "passes/masks.h"
@@ -11,10 +12,10 @@
 /* What exporters write for a hidden key starts at -1e4, -9984 in bfloat16. */
 #define HIDDEN (-9900.0)
 /* Elements times nodes that one run may take. */
-#define MAX_WORK 6e7
+#define MAX_WORK 3e7
 #define MAX_TABLE_WORK 2.5e8
 
-enum { SIZE_FIRST = 17, MAX_FIXED = 1024 };
+enum { SIZE_FIRST = 17, SIZE_LONG = 300, MAX_FIXED = 1024 };
 
 typedef enum pattern { PATTERN_ONES, PATTERN_RIGHT, PATTERN_LEFT, PATTERN_HOLES } pattern;
 
@@ -32,7 +33,8 @@ typedef struct prover {
 typedef struct trial {
   int64_t batch, sequence;
   pattern pattern;
-  int64_t constant, replacement;
+  const int64_t *from, *to; /* numbers that are replaced */
+  unsigned n_replaced;
   egi_arena arena;
   egi_tensor outputs[EGI_MAX_MASKS];
   const egi_tensor *padding; /* as it was given, or NULL */
@@ -127,13 +129,14 @@ static eg_status evaluate(trial *t, const egi_mask_extract *x) {
 
 static eg_status run_trial(prover *p, trial *t) {
   egi_mask_extract x = {.source = p->graph, .mask = p->mask, .n_batches = t->batch, .n_positions = t->sequence};
-  x.constant = t->constant;
-  x.replacement = t->replacement;
+  x.from = t->from;
+  x.to = t->to;
+  x.n_replaced = t->n_replaced;
   x.arena = &t->arena;
   eg_status status = egi_mask_extract_make(&x);
   t->reason = x.reason;
   if (status == EG_OK && !x.reason) status = evaluate(t, &x);
-  if (t->constant == 0) {
+  if (t->n_replaced == 0) {
     p->numbers = x.numbers;
     p->n_nodes = x.graph ? x.graph->n_nodes : 0;
   }
@@ -281,12 +284,7 @@ static eg_status compare(prover *p, trial *t) {
 }
 
 /* Runs and compares; the reason is set where it is not as the form says. */
-static eg_status check(prover *p, int64_t batch, int64_t sequence, pattern padding, const int64_t replaced[2]) {
-  trial t = {.batch = batch, .sequence = sequence, .pattern = padding};
-  if (replaced) {
-    t.constant = replaced[0];
-    t.replacement = replaced[1];
-  }
+static eg_status check(prover *p, trial t) {
   egi_arena_init(&t.arena, p->graph->module->ctx, EGI_PURPOSE_GRAPH);
   eg_status status = run_trial(p, &t);
   if (status == EG_OK && t.reason) status = refuse(p, t.reason);
@@ -297,44 +295,90 @@ static eg_status check(prover *p, int64_t batch, int64_t sequence, pattern paddi
 
 /* ---- windows ---------------------------------------------------------------------------------------------------- */
 
-/* The form is found anew on a sequence that is longer than the number. */
-static eg_status check_longer(prover *p, int64_t sequence) {
-  const egi_mask_proof before = *p->proof;
-  p->has_form = false;
-  EG_TRY(check(p, 1, sequence, PATTERN_ONES, NULL));
-  if (p->proof->reason) return EG_OK;
-  bool is_same = p->proof->is_causal == before.is_causal && (before.window == 0 || before.window == p->proof->window);
-  return is_same ? EG_OK : refuse(p, "the mask changes with the length of the sequence");
-}
+/* Numbers too large for sequences that are longer, with small ones in their place; both ascend. */
+typedef struct large_numbers {
+  int64_t from[EGI_MAX_MASK_NUMBERS], to[EGI_MAX_MASK_NUMBERS];
+  unsigned count;
+} large_numbers;
 
-/* The window that the mask has with another number in place of a large one. */
-static eg_status try_number(prover *p, int64_t number, int64_t replacement, int64_t *out_window) {
-  const egi_mask_proof before = *p->proof;
-  const int64_t replaced[2] = {number, replacement};
-  p->has_form = false;
-  EG_TRY(check(p, 1, SIZE_FIRST, PATTERN_ONES, replaced));
-  if (!p->proof->reason && p->proof->is_causal != before.is_causal)
-    EG_TRY(refuse(p, "a number of the mask decides more than a window"));
-  *out_window = p->proof->window;
-  p->proof->window = before.window;
-  p->proof->is_causal = before.is_causal;
-  return EG_OK;
-}
-
-static eg_status check_number(prover *p, int64_t number) {
-  double length = (double)(number + 3);
-  int64_t first = 0, second = 0;
-  if (number < SIZE_FIRST - 2) return EG_OK;
-  if (length * length * p->n_nodes <= MAX_WORK) return check_longer(p, number + 3);
+/* The form is found anew at that length, and holds for padding there as well. Causality is as it was, and so is a
+ * window that was seen before. */
+static eg_status find_form(prover *p, int64_t sequence, const large_numbers *large) {
+  static const pattern patterns[] = {PATTERN_ONES, PATTERN_HOLES, PATTERN_LEFT, PATTERN_RIGHT};
+  bool was_causal = p->proof->is_causal;
   int64_t window = p->proof->window;
-  EG_TRY(try_number(p, number, 3, &first));
-  if (!p->proof->reason) EG_TRY(try_number(p, number, 6, &second));
-  if (p->proof->reason || (first == window && second == window)) return EG_OK;
-  if (window == 0 && first > 0 && second - first == 3) {
-    p->proof->window = number + first - 3;
-    return EG_OK;
+  p->has_form = false;
+  for (unsigned i = 0; i < (sequence > SIZE_LONG ? 2u : EGI_COUNT(patterns)) && !p->proof->reason; i++) {
+    trial t = {.batch = sequence > SIZE_LONG || i == 0 ? 1 : 2, .sequence = sequence, .pattern = patterns[i]};
+    t.from = large->from;
+    t.to = large->to;
+    t.n_replaced = large->count;
+    EG_TRY(check(p, t));
   }
+  bool is_same = p->proof->is_causal == was_causal && (window == 0 || window == p->proof->window);
+  if (p->proof->reason || is_same) return EG_OK;
+  return refuse(p, "the mask changes with the length of the sequence");
+}
+
+/* Smaller numbers in the order of the large ones, above all others; what they add up to. */
+static int64_t choose_small(large_numbers *large, int64_t first, int64_t step) {
+  int64_t sum = 0;
+  for (unsigned i = 0; i < large->count; i++) {
+    large->to[i] = first + step * (int64_t)i;
+    sum += large->to[i];
+  }
+  return sum;
+}
+
+/* Two choices of small numbers: either the window is the same in both, or it follows one of them. */
+static eg_status extrapolate(prover *p, int64_t length, large_numbers *large) {
+  int64_t windows[2], before = p->proof->window, distance = 0;
+  unsigned n_followed = 0;
+  int64_t chosen[2][EGI_MAX_MASK_NUMBERS];
+  for (int i = 0; i < 2; i++) {
+    int64_t sum = choose_small(large, length + (i == 0 ? 0 : 3), i == 0 ? 3 : 4);
+    p->proof->window = before;
+    EG_TRY(find_form(p, length + sum + SIZE_FIRST, large));
+    if (p->proof->reason) return EG_OK;
+    windows[i] = p->proof->window;
+    memcpy(chosen[i], large->to, sizeof chosen[i]);
+  }
+  if (windows[0] == windows[1]) return EG_OK;
+  for (unsigned k = 0; k < large->count; k++) {
+    bool is_followed = windows[0] > 0 && windows[1] - windows[0] == chosen[1][k] - chosen[0][k];
+    distance = windows[0] - chosen[0][k];
+    if (!is_followed || distance < -2 || distance > 2) continue;
+    n_followed++;
+    p->proof->window = large->from[k] + distance;
+  }
+  if (n_followed == 1 && before == 0) return EG_OK;
   return refuse(p, "a number of the mask is neither a window nor without effect");
+}
+
+static int by_size(const void *a, const void *b) {
+  const int64_t *left = a, *right = b;
+  return (*left > *right) - (*left < *right);
+}
+
+/* What two numbers decide together shows once the sequence is longer than their sum. */
+static eg_status check_numbers_of(prover *p, egi_mask_numbers numbers) {
+  large_numbers large = {.count = 0};
+  int64_t length = 0;
+  qsort(numbers.values, numbers.count, sizeof *numbers.values, by_size);
+  for (int round = 0; round < 2; round++) { /* beside large numbers the others must leave room for their substitutes */
+    double limit = large.count > 0 ? MAX_WORK / 16 : MAX_WORK;
+    length = 3;
+    large.count = 0;
+    for (unsigned i = 0; i < numbers.count; i++) {
+      double longer = (double)(length + numbers.values[i]);
+      if (longer * longer * p->n_nodes <= limit)
+        length += numbers.values[i];
+      else
+        large.from[large.count++] = numbers.values[i];
+    }
+  }
+  if (large.count > 0) return extrapolate(p, length, &large);
+  return length > SIZE_FIRST ? find_form(p, length, &large) : EG_OK;
 }
 
 /* Whether the mask cannot be made for a sequence longer than its table: then larger numbers do not matter. */
@@ -350,20 +394,17 @@ static eg_status is_limited(prover *p, int64_t table, bool *out_is_limited) {
 }
 
 static eg_status check_numbers(prover *p) {
+  static const large_numbers none;
   const egi_mask_numbers numbers = p->numbers;
   double table = (double)numbers.longest_table;
   bool has_limit = false;
   if (numbers.is_full) return refuse(p, "the mask is made of more numbers than are looked at");
   if (numbers.longest_table >= SIZE_FIRST - 2) {
     if (table * table * p->n_nodes > MAX_TABLE_WORK) return refuse(p, "the mask is a table too long to be looked at");
-    EG_TRY(check_longer(p, numbers.longest_table));
+    EG_TRY(find_form(p, numbers.longest_table, &none));
     if (!p->proof->reason) EG_TRY(is_limited(p, numbers.longest_table, &has_limit));
   }
-  for (unsigned i = 0; i < numbers.count && !p->proof->reason; i++) {
-    bool is_beyond = has_limit && numbers.values[i] >= numbers.longest_table;
-    if (!is_beyond) EG_TRY(check_number(p, numbers.values[i]));
-  }
-  return EG_OK;
+  return has_limit || p->proof->reason ? EG_OK : check_numbers_of(p, numbers);
 }
 
 /* ---- the proof -------------------------------------------------------------------------------------------------- */
@@ -385,8 +426,9 @@ static eg_status prove(prover *p) {
   if (sequence == 1 || sequence > MAX_FIXED)
     return refuse(p, "the length of the sequence is fixed to one not looked at");
   for (size_t i = 0; i < EGI_COUNT(runs) && !p->proof->reason; i++)
-    EG_TRY(
-        check(p, batch > 0 ? batch : runs[i].batch, sequence > 0 ? sequence : runs[i].sequence, runs[i].pattern, NULL));
+    EG_TRY(check(p, (trial){.batch = batch > 0 ? batch : runs[i].batch,
+                            .sequence = sequence > 0 ? sequence : runs[i].sequence,
+                            .pattern = runs[i].pattern}));
   if (!p->proof->reason && sequence == 0) EG_TRY(check_numbers(p));
   if (p->proof->reason) return EG_OK;
   if (!p->depends) p->proof->padding = 0;

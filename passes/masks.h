@@ -57,7 +57,8 @@ typedef struct egi_mask_extract {
   const egi_graph *source;
   const egi_mask *mask;
   int64_t n_batches, n_positions;
-  int64_t constant, replacement; /* numbers of that magnitude stand for another; 0: none */
+  const int64_t *from, *to; /* numbers of these magnitudes stand for others */
+  unsigned n_replaced;
   egi_mask_numbers numbers;
   egi_module *module; /* of its own: nothing is assumed in the model's */
   egi_graph *graph;
