@@ -106,17 +106,45 @@ static eg_status compare_function(recaller *r, uint32_t index, const egi_node *n
   return egi_map_put(&r->known, key, *out_is_same);
 }
 
+/* Writers of bodies count on what shape rules check: operands and attributes are looked at first. A call that is left
+ * is none of the operator, whatever its types would be. */
+static eg_status check_node(egi_graph *graph, egi_node_id id, bool *out_is_right) {
+  const egi_node *node = &graph->nodes[id];
+  *out_is_right = false;
+  for (uint16_t i = 0; i < node->n_inputs; i++) {
+    const egi_value *value = &graph->values[node->inputs[i]];
+    if (node->inputs[i] != 0 && (value->rank < 0 || value->dtype == EG_DTYPE_UNDEFINED)) return EG_OK;
+  }
+  eg_status status = egi_infer_node(graph, id);
+  *out_is_right = status == EG_OK;
+  return status == EG_ERROR_MEMORY ? status : EG_OK;
+}
+
+static void forget_results(egi_graph *graph, egi_node_id id) {
+  const egi_node *node = &graph->nodes[id];
+  for (uint16_t i = 0; i < node->n_outputs; i++) {
+    egi_value *value = &graph->values[node->outputs[i]];
+    if (node->outputs[i] == 0) continue;
+    value->dtype = EG_DTYPE_UNDEFINED;
+    value->rank = -1;
+    value->elements = NULL;
+    value->n_elements = 0;
+  }
+}
+
 static eg_status recall_one(recaller *r, egi_node_id id) {
+  bool is_right, is_written = false;
+  uint32_t index, is_same = 0;
+  if (find_function(r->graph->module, &r->graph->nodes[id], &index) == NULL) return EG_OK;
+  EG_TRY(check_node(r->graph, id, &is_right));
   egi_node *node = &r->graph->nodes[id];
-  bool is_written;
-  uint32_t index, is_same;
-  if (find_function(r->graph->module, node, &index) == NULL) return EG_OK;
   r->text.length = 0;
-  EG_TRY(egi_body_write(r->graph, node, &r->text, &is_written));
-  if (!is_written) return EG_OK;
-  EG_TRY(compare_function(r, index, node, &is_same));
-  if (!is_same) return EG_OK;
-  node->op_name = node->domain = node->overload = NULL;
+  if (is_right) EG_TRY(egi_body_write(r->graph, node, &r->text, &is_written));
+  if (is_written) EG_TRY(compare_function(r, index, node, &is_same));
+  if (is_same)
+    node->op_name = node->domain = node->overload = NULL;
+  else
+    forget_results(r->graph, id);
   return EG_OK;
 }
 

@@ -80,6 +80,23 @@ static void other_functions_are_inlined(void **state) {
   egi_text_free(&text);
 }
 
+/* A call with attributes that the operator does not have: nobody asks what its body would be. */
+static void wrong_attributes_are_no_operator(void **state) {
+  api_fixture *fixture = *state;
+  char path[192];
+  egi_text text;
+  write_text(fixture,
+             HEADER
+             "g (float[b,8] x, uint8[4,1,4] w, float[4,1] s) => (float[b,8] y) { y = engraft.Linear:body1 <storage = "
+             "\"nbits\", bits = 0, block_size = 0, in_features = 8, out_features = 4> (x, w, , s) }\n"
+             "<domain: \"engraft\", overload: \"body1\", opset_import: [\"\": 23]>\n"
+             "Linear (x, w, b, s) => (y) { y = Neg (x) }\n",
+             path, sizeof path, "wrong.onnx");
+  print(fixture, path, &text);
+  assert_null(strstr(egi_text_string(&text), "engraft.Linear"));
+  egi_text_free(&text);
+}
+
 /* The first number of a file's first gradient, loss and a logit, fused and not: they differ by rounding alone. */
 static void bodies_train_as_operators_do(void **state) {
   api_fixture *fixture = *state;
@@ -118,6 +135,6 @@ static void bodies_train_as_operators_do(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {TEST(fused_operators_come_back), TEST(other_functions_are_inlined),
-                                     TEST(bodies_train_as_operators_do)};
+                                     TEST(wrong_attributes_are_no_operator), TEST(bodies_train_as_operators_do)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
