@@ -415,9 +415,18 @@ static const struct {
     {"Unsqueeze", 13, upgrade_axes},
 };
 
+/* Tools raise the version that a model imports and leave nodes as they were: axes that stand as an attribute, with none
+ * given as input, can mean one thing only. */
+static bool is_left_behind(upgrade_rule rule, const egi_node *node) {
+  bool has_input = node->n_inputs > 1 && node->inputs[1] != 0;
+  return rule == upgrade_axes && !has_input && egi_node_attribute(node, "axes") != NULL;
+}
+
 eg_status egi_upgrade_node(egi_upgrade *upgrade, egi_node *node) {
-  for (size_t i = 0; i < EGI_COUNT(rules); i++)
-    if (!strcmp(rules[i].name, node->op_name))
-      return upgrade->version < rules[i].since ? rules[i].rule(upgrade, node) : EG_OK;
+  for (size_t i = 0; i < EGI_COUNT(rules); i++) {
+    if (strcmp(rules[i].name, node->op_name) != 0) continue;
+    bool is_old = upgrade->version < rules[i].since || is_left_behind(rules[i].rule, node);
+    return is_old ? rules[i].rule(upgrade, node) : EG_OK;
+  }
   return EG_OK;
 }

@@ -147,6 +147,13 @@ static const upgrade_case moved_attributes[] = {
      .ints = {{-1, 1}},
      .int_name = "keepdims",
      .wanted = {"{-1,1}", "y = ReduceMean <keepdims: int = 0> (x, y_axes)"}},
+    {.opset = 21, /* a tool raised the version alone */
+     .op = "ReduceMean",
+     .inputs = "x",
+     .outputs = "y",
+     .ints_names = {"axes"},
+     .ints = {{-1, 1}},
+     .wanted = {"{-1,1}", "y = ReduceMean (x, y_axes)"}},
     {.opset = 17, .op = "ReduceMax", .inputs = "x", .outputs = "y", .wanted = {"y = ReduceMax (x)"}},
     {.opset = 12,
      .op = "ReduceSum",
