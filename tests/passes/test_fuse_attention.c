@@ -246,6 +246,25 @@ static const attention_row misses[] = {
      GRAPH_WITH("int64[4,1,1] widths = {2, 3, 3, 3}",
                 CAUSAL SCORES "b = Sub (i, j) w = Less (b, widths) t = And (c, w) f = Where (t, e, low) " REST),
      -1, 0, false, false, 0, 0, "differs between heads"},
+    {"33 first keys beside a window of 30: seen beyond 63 positions alone",
+     GRAPH_WITH("int64 wide = {30}, int64 first = {33}",
+                CAUSAL SCORES "b = Sub (i, j) w0 = Less (b, wide) w1 = Less (j, first) w = Or (w0, w1) t = And (c, w) "
+                              "f = Where (t, e, low) " REST),
+     -1, 0, false, false, 0, 0, "the mask"},
+    {"padding that is hidden beyond 20 positions alone",
+     GRAPH_WITH("int64 wide = {20}", CAUSAL PADDING SCORES "b = Sub (i, j) w0 = Less (b, wide) w = Or (w0, p) "
+                                                           "t = And (c, w) f = Where (t, e, low) " REST),
+     -1, 0, false, false, 0, 0, "the mask"},
+    {"chunks of 4096 beside a window of 64",
+     GRAPH_WITH("int64 chunk = {4096}, int64 wide = {64}",
+                CAUSAL SCORES "wi = Div (i, chunk) wj = Div (j, chunk) w0 = Equal (wi, wj) b = Sub (i, j) "
+                              "w1 = Less (b, wide) w = Or (w0, w1) t = And (c, w) f = Where (t, e, low) " REST),
+     -1, 0, false, false, 0, 0, "the mask"},
+    {"two windows too long to be run, one wider than the other",
+     GRAPH_WITH("int64 wide = {4096}, int64 wider = {9000}",
+                CAUSAL SCORES "b = Sub (i, j) w0 = Less (b, wide) w1 = Less (b, wider) w = Or (w0, w1) t = And (c, w) "
+                              "f = Where (t, e, low) " REST),
+     1, 9000, false, false, 0, 2, NULL},
     {"chunks of 8192 positions",
      GRAPH_WITH("int64 chunk = {8192}", CAUSAL SCORES "wi = Div (i, chunk) wj = Div (j, chunk) w = Equal (wi, wj) "
                                                       "t = And (c, w) f = Where (t, e, low) " REST),
