@@ -387,8 +387,9 @@ typedef struct eg_runner_options {
 EG_API eg_status eg_runner_create(eg_model *model, const eg_runner_options *options, eg_runner **out_runner);
 EG_API void eg_runner_destroy(eg_runner *runner);
 /* Runs the graph once. Inputs are matched by name; extra ones are ignored with a warning; a missing attention mask,
- * positions or cache input is made; any other missing input is EG_ERROR_ARGUMENT. *out_outputs: array of *out_count
- * tensors in graph order, owned by the runner and valid until its next call. */
+ * positions or cache input is made; any other missing input is EG_ERROR_ARGUMENT. Positions of one row that begin
+ * again, without a mask, are those of documents that do not see each other. *out_outputs: array of *out_count tensors
+ * in graph order, owned by the runner and valid until its next call. */
 EG_API eg_status eg_runner_run(eg_runner *runner, const eg_tensor *inputs, size_t n_inputs,
                                const eg_tensor **out_outputs, size_t *out_count);
 

@@ -36,6 +36,7 @@ void egi_runner_destroy(eg_runner *runner) {
   eg_context *ctx = runner->ctx;
   close_run(runner);
   egi_machine_close(&runner->machine);
+  egi_machine_close(&runner->packed);
   egi_machine_close(&runner->general);
   egi_arena_clear(&runner->arena);
   egi_model_release(runner->model);
@@ -67,7 +68,8 @@ typedef struct call {
   size_t n_inputs;
   egi_inputs roles; /* roles NULL: not a language model, nothing can be made */
   egi_bucket bucket;
-  int64_t past; /* tokens in the caches that are given */
+  int64_t past;                /* tokens in the caches that are given */
+  const eg_tensor *packed_row; /* positions of the documents of a packed row, or NULL */
 } call;
 
 static const egi_value *graph_input(const call *c, uint32_t index) {
@@ -106,13 +108,14 @@ static eg_status check_inputs(const call *c) {
   for (uint32_t i = 0; i < graph->n_inputs; i++) {
     const eg_tensor *tensor = find_tensor(c, i);
     egi_feed role = c->roles.roles != NULL ? c->roles.roles[i] : EGI_FEED_OTHER;
-    bool is_made = role == EGI_FEED_ATTENTION_MASK || role == EGI_FEED_POSITION_IDS || role == EGI_FEED_CACHE;
+    bool is_made = role == EGI_FEED_ATTENTION_MASK || role == EGI_FEED_POSITION_IDS || role == EGI_FEED_CACHE ||
+                   role == EGI_FEED_OFFSETS;
     if (tensor != NULL) EG_TRY(check_tensor(c, i, tensor));
     if (tensor == NULL && !is_made)
       return egi_fail(c->runner->ctx, EG_ERROR_ARGUMENT, "input \"%s\" is missing", graph_input(c, i)->name);
   }
   for (size_t i = 0; i < c->n_inputs; i++) {
-    bool is_known = false;
+    bool is_known = &c->inputs[i] == c->packed_row;
     for (uint32_t k = 0; k < graph->n_inputs; k++)
       is_known = is_known || strcmp(graph_input(c, k)->name, c->inputs[i].name) == 0;
     if (!is_known)
@@ -204,11 +207,23 @@ static eg_status make_numbers(const call *c, uint32_t index, int64_t **out_numbe
   return EG_OK;
 }
 
+/* Where the documents of a packed row begin. */
+static eg_status make_offsets(const call *c, int64_t **out_numbers, size_t *out_count) {
+  *out_count = (size_t)c->packed_row->dims[1] + 1;
+  *out_numbers = EGI_NEW(&c->runner->run_arena, int64_t, *out_count);
+  if (*out_numbers == NULL) return EG_ERROR_MEMORY;
+  egi_packed_offsets(c->packed_row, *out_numbers);
+  return EG_OK;
+}
+
 static eg_status set_made(const call *c, uint32_t index) {
   int64_t *numbers;
   size_t count;
   if (c->roles.roles[index] == EGI_FEED_CACHE) return EG_OK;
-  EG_TRY(make_numbers(c, index, &numbers, &count));
+  if (c->roles.roles[index] == EGI_FEED_OFFSETS)
+    EG_TRY(make_offsets(c, &numbers, &count));
+  else
+    EG_TRY(make_numbers(c, index, &numbers, &count));
   void *bytes = EGI_NEW(&c->runner->run_arena, int64_t, count > 0 ? count : 1);
   if (bytes == NULL) return EG_ERROR_MEMORY;
   size_t size_bytes = egi_numbers_convert(numbers, count, graph_input(c, index)->dtype, bytes);
@@ -310,8 +325,12 @@ eg_status egi_runner_run(eg_runner *runner, const eg_tensor *inputs, size_t n_in
   call c = {.runner = runner, .inputs = inputs, .n_inputs = n_inputs};
   close_run(runner);
   EG_TRY(egi_runner_choose(runner, inputs, n_inputs, &c.machine));
+  if (c.machine == &runner->packed) c.packed_row = egi_runner_packed_row(runner, inputs, n_inputs);
   EG_TRY(find_roles(&c));
   EG_TRY(check_inputs(&c));
+  if (c.packed_row != NULL && (c.bucket.batch != 1 || c.bucket.sequence != c.packed_row->dims[1]))
+    return egi_fail(runner->ctx, EG_ERROR_SHAPE, "input \"%s\" does not have a position for each token",
+                    c.packed_row->name);
   bool is_eager = false;
   EG_TRY(make_session(&c, &is_eager));
   if (is_eager) return run_eagerly(&c, out_outputs, out_count);

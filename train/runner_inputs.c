@@ -41,6 +41,25 @@ int64_t egi_cache_length(const egi_graph *graph, uint32_t input, const eg_tensor
   return 0;
 }
 
+bool egi_is_packed_row(const eg_tensor *tensor) {
+  bool is_packed = false;
+  if (!egi_is_whole_type(tensor->dtype) || tensor->rank != 2 || tensor->dims[0] != 1 || tensor->data == NULL)
+    return false;
+  for (uint64_t i = 0; i < (uint64_t)tensor->dims[1]; i++) {
+    int64_t last = i > 0 ? whole_at(tensor, i - 1) : -1, own = whole_at(tensor, i);
+    if (own != 0 && own != last + 1) return false;
+    is_packed = is_packed || (own == 0 && last > 0);
+  }
+  return is_packed;
+}
+
+void egi_packed_offsets(const eg_tensor *tensor, int64_t *out_offsets) {
+  int64_t n_rows = tensor->dims[1], n = 0;
+  for (int64_t i = 0; i < n_rows; i++)
+    if (whole_at(tensor, (uint64_t)i) == 0) out_offsets[n++] = i;
+  while (n <= n_rows) out_offsets[n++] = n_rows;
+}
+
 eg_status egi_check_positions(eg_context *ctx, const eg_tensor *tensor) {
   uint64_t count = (uint64_t)tensor->dims[0] * (uint64_t)tensor->dims[1];
   for (uint64_t i = 0; i < count; i++) {

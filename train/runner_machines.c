@@ -1,5 +1,5 @@
-/* The machines of a runner: one for rows that begin at position 0 without a past, and one, made when it is needed, for
- * caches that the caller gives and positions of any kind. */
+/* The machines of a runner: one for rows that begin at position 0 without a past, and two that are made when they are
+ * needed: for rows of several documents, and for caches that the caller gives and positions of any kind. */
 #include "train/train.h"
 
 #include <string.h>
@@ -15,12 +15,24 @@ static eg_status adapt(eg_runner *runner, egi_machine *machine, const egi_peft *
   return peft != NULL ? egi_adapters_load(machine, peft) : EG_OK;
 }
 
+/* Documents that share a row do not see each other; a graph that cannot promise it says why. */
+static eg_status pack(const eg_runner *runner, egi_machine *machine) {
+  static const char *const names[] = {"cache_metadata"};
+  const egi_pipeline_options options = {.tokens = runner->packed_tokens};
+  egi_pass_report report = {0};
+  EG_TRY(egi_passes_run(machine->graph, names, 1, &options, &report));
+  if (report.nearest_miss == NULL) return EG_OK;
+  return egi_fail(runner->ctx, EG_ERROR_UNSUPPORTED,
+                  "positions restart within a row, but documents cannot be packed: %s", report.nearest_miss);
+}
+
 static eg_status prepare(eg_runner *runner, egi_machine *machine, bool is_general) {
   const eg_runner_options *options = &runner->options;
   egi_peft *peft = NULL;
   if (options->adapter != NULL) EG_TRY(egi_peft_open(runner->ctx, options->adapter, &peft));
   eg_status status = is_general ? egi_machine_prepare_general(machine, runner->model, options->device, options->dtype)
                                 : egi_machine_prepare(machine, runner->model, options->device, options->dtype);
+  if (status == EG_OK && machine == &runner->packed) status = pack(runner, machine);
   if (status == EG_OK) status = adapt(runner, machine, peft);
   egi_peft_close(peft);
   return status;
@@ -89,8 +101,35 @@ static eg_status has_other_positions(eg_runner *runner, const eg_tensor *inputs,
   return EG_OK;
 }
 
+const eg_tensor *egi_runner_packed_row(const eg_runner *runner, const eg_tensor *inputs, size_t n_inputs) {
+  const egi_graph *graph = runner->machine.graph;
+  const eg_tensor *positions = NULL;
+  egi_arena arena;
+  egi_inputs roles;
+  egi_arena_init(&arena, runner->ctx, EGI_PURPOSE_DATA);
+  bool has_roles = egi_inputs_find(graph, &arena, &roles) == EG_OK, has_mask = false;
+  for (uint32_t i = 0; i < graph->n_inputs && has_roles; i++) {
+    const eg_tensor *tensor = find_tensor(inputs, n_inputs, graph->values[graph->inputs[i]].name);
+    has_mask = has_mask || (tensor != NULL && roles.roles[i] == EGI_FEED_ATTENTION_MASK);
+    if (tensor != NULL && roles.roles[i] == EGI_FEED_POSITION_IDS) positions = tensor;
+  }
+  egi_arena_clear(&arena);
+  return positions != NULL && !has_mask && egi_is_packed_row(positions) ? positions : NULL;
+}
+
+static eg_status choose_packed(eg_runner *runner, int64_t n_tokens, egi_machine **out_machine) {
+  enum { LEAST_TOKENS = 2048 };
+  *out_machine = &runner->packed;
+  if (runner->packed.store != NULL && n_tokens <= runner->packed_tokens) return EG_OK;
+  egi_machine_close(&runner->packed);
+  runner->packed_tokens = n_tokens > LEAST_TOKENS ? n_tokens : LEAST_TOKENS;
+  return prepare(runner, &runner->packed, false);
+}
+
 eg_status egi_runner_choose(eg_runner *runner, const eg_tensor *inputs, size_t n_inputs, egi_machine **out_machine) {
   bool has_other = false;
+  const eg_tensor *row = egi_runner_packed_row(runner, inputs, n_inputs);
+  if (row != NULL && !gives_cache(runner, inputs, n_inputs)) return choose_packed(runner, row->dims[1], out_machine);
   *out_machine = &runner->machine;
   EG_TRY(has_other_positions(runner, inputs, n_inputs, &has_other));
   if (!has_other && !gives_cache(runner, inputs, n_inputs)) return EG_OK;

@@ -293,6 +293,8 @@ struct eg_runner {
   egi_arena arena;
   eg_runner_options options; /* texts are copies in `arena` */
   egi_machine machine;
+  egi_machine packed;    /* for rows of several documents; no module until it is needed */
+  int64_t packed_tokens; /* of the longest row that it is proved for */
   egi_machine general;   /* for caches that are given and positions of any kind; no module until it is needed */
   egi_graph *generation; /* the graph with the logits as its only output; NULL until asked for */
   egi_arena run_arena;   /* of the last run: plan options, outputs */
@@ -309,6 +311,8 @@ eg_status egi_runner_generate(eg_runner *runner, const int32_t *prompt_ids, size
                               const eg_generate_options *options, eg_token_function on_token, void *userdata);
 /* runner_machines.c: graph, adapters and memory; and the machine that takes these inputs. */
 eg_status egi_runner_prepare(eg_runner *runner, const eg_runner_options *options);
+/* Positions of one row that restart, without a mask: the documents of a packed row. NULL where there are none. */
+const eg_tensor *egi_runner_packed_row(const eg_runner *runner, const eg_tensor *inputs, size_t n_inputs);
 eg_status egi_runner_choose(eg_runner *runner, const eg_tensor *inputs, size_t n_inputs, egi_machine **out_machine);
 /* Number of logits; 0: the graph does not say. */
 int64_t egi_runner_vocabulary(const eg_runner *runner);
@@ -318,6 +322,10 @@ bool egi_is_whole_type(eg_dtype dtype);
 eg_status egi_convert_whole(eg_context *ctx, const eg_tensor *tensor, uint64_t count, eg_dtype dtype, void *out);
 /* Tokens in a cache that is given: its first free dimension behind the batch. */
 int64_t egi_cache_length(const egi_graph *graph, uint32_t input, const eg_tensor *tensor);
+/* Whether positions [1, sequence] begin with 0, go on by 1 or begin again, and do so behind a larger one. */
+bool egi_is_packed_row(const eg_tensor *tensor);
+/* Where its documents begin, sequence + 1 numbers: what is left repeats the length of the row. */
+void egi_packed_offsets(const eg_tensor *tensor, int64_t *out_offsets);
 /* Positions [rows, sequence] that do not rise are several documents in a row, which a made mask would mix. */
 eg_status egi_check_positions(eg_context *ctx, const eg_tensor *tensor);
 typedef struct egi_making {

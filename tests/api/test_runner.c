@@ -37,9 +37,40 @@ static void test_made_inputs(void **state) {
   eg_model_destroy(model);
 }
 
+/* Positions that begin again, and no mask: documents that do not see each other. */
+static void test_packed_row(void **state) {
+  api_fixture *fixture = *state;
+  static const int64_t ids[] = {1, 2, 3, 4, 5, 6}, positions[] = {0, 1, 0, 1, 2, 0};
+  static const int64_t starts[] = {0, 2, 5, 6};
+  const eg_tensor row[] = {{"input_ids", EG_DTYPE_I64, 2, {1, 6}, ids},
+                           {"position_ids", EG_DTYPE_I64, 2, {1, 6}, positions}};
+  const eg_tensor other[] = {row[0], {"position_ids", EG_DTYPE_I64, 2, {1, 5}, positions}};
+  const eg_tensor *outputs;
+  size_t n;
+  float logits[6 * API_VOCABULARY];
+  eg_model *model = api_model(fixture, fixture->ctx);
+  eg_runner *runner = make_runner(fixture, model);
+  fixture->warning[0] = '\0';
+  api_must(fixture->ctx, eg_runner_run(runner, row, 2, &outputs, &n));
+  assert_string_equal(fixture->warning, "");
+  assert_int_equal(outputs[0].dims[1], 6);
+  memcpy(logits, outputs[0].data, sizeof logits);
+  for (int d = 0; d < 3; d++) {
+    const eg_tensor alone = {"input_ids", EG_DTYPE_I64, 2, {1, starts[d + 1] - starts[d]}, ids + starts[d]};
+    api_must(fixture->ctx, eg_runner_run(runner, &alone, 1, &outputs, &n));
+    const float *expected = outputs[0].data;
+    for (int64_t i = 0; i < alone.dims[1] * API_VOCABULARY; i++)
+      assert_true(fabs((double)logits[starts[d] * API_VOCABULARY + i] - (double)expected[i]) <= 1e-5);
+  }
+  assert_int_equal(eg_runner_run(runner, other, 2, &outputs, &n), EG_ERROR_SHAPE);
+  api_expect_error(fixture->ctx, "a position for each token");
+  eg_runner_destroy(runner);
+  eg_model_destroy(model);
+}
+
 static void test_refused(void **state) {
   api_fixture *fixture = *state;
-  static const int64_t ids[] = {1, 2, 3, 4}, far[] = {1, 2, 3, 99}, restart[] = {0, 1, 0, 1};
+  static const int64_t ids[] = {1, 2, 3, 4}, far[] = {1, 2, 3, 99}, restart[] = {1, 0, 1, 0};
   static const float real[] = {1, 2, 3, 4};
   const struct {
     eg_tensor inputs[2];
@@ -273,6 +304,7 @@ static void test_generate_refused(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test_setup_teardown(test_made_inputs, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_packed_row, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_refused, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_caches, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_attention_behind_caches, api_setup, api_teardown),
