@@ -142,7 +142,7 @@ static bool explains_one(const fit *f, const egi_moe_event *down, int64_t start)
       const float *first = (const float *)from[0]->out.data + (from[0]->n_members > 0 ? start + r : r) * n;
       const float *second =
           from[1] != NULL ? (const float *)from[1]->out.data + (from[1]->n_members > 0 ? start + r : r) * n : NULL;
-      if (!is_near(((const float *)down->in.data)[r * f->inner + i], glu_at(f, first, second, i))) return false;
+      if (!is_near((double)((const float *)down->in.data)[r * f->inner + i], glu_at(f, first, second, i))) return false;
     }
   return true;
 }
