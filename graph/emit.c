@@ -93,6 +93,12 @@ egi_value_id egi_emit_integers(egi_emitter *emitter, const int64_t *values, uint
   return value;
 }
 
+/* Towards zero, and to the nearest number that the type has: C leaves the rest undefined. */
+static int64_t whole(double value, int64_t least, int64_t most) {
+  if (!(value > (double)least)) return least;
+  return value < (double)most ? (int64_t)value : most;
+}
+
 /* The bytes of `value` as one element of dtype; 0 when the type has no such number. */
 static size_t encode(double value, eg_dtype dtype, uint8_t out[8]) {
   union {
@@ -119,22 +125,22 @@ static size_t encode(double value, eg_dtype dtype, uint8_t out[8]) {
     raw.half = egi_f32_to_bf16((float)value);
     break;
   case EG_DTYPE_I8:
-    raw.i8 = (int8_t)value;
+    raw.i8 = (int8_t)whole(value, INT8_MIN, INT8_MAX);
     break;
   case EG_DTYPE_U8:
-    raw.u8 = (uint8_t)value;
+    raw.u8 = (uint8_t)whole(value, 0, UINT8_MAX);
     break;
   case EG_DTYPE_BOOL:
     raw.u8 = value != 0;
     break;
   case EG_DTYPE_I16:
-    raw.i16 = (int16_t)value;
+    raw.i16 = (int16_t)whole(value, INT16_MIN, INT16_MAX);
     break;
   case EG_DTYPE_I32:
-    raw.i32 = (int32_t)value;
+    raw.i32 = (int32_t)whole(value, INT32_MIN, INT32_MAX);
     break;
   case EG_DTYPE_I64:
-    raw.i64 = (int64_t)value;
+    raw.i64 = whole(value, INT64_MIN, INT64_MAX);
     break;
   default:
     return 0;

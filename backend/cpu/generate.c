@@ -124,18 +124,28 @@ static void load_scalar(const range_params *p, const egi_tensor *tensor, void *o
   p->load(p->isa, data, strides, 1);
 }
 
+/* Numbers from start on, limit left out; 0 for a step of 0. */
+static uint64_t count_steps(int64_t start, int64_t limit, int64_t delta) {
+  if (delta == 0 || (delta > 0 ? limit <= start : limit >= start)) return 0;
+  uint64_t span = delta > 0 ? (uint64_t)limit - (uint64_t)start : (uint64_t)start - (uint64_t)limit;
+  uint64_t step = delta > 0 ? (uint64_t)delta : 0 - (uint64_t)delta;
+  return span / step + (span % step > 0);
+}
+
 /* start + i * delta, in f64 or i64 (modulo 2^64), rounded once. */
 eg_status egi_cpu_run_range(eg_context *ctx, const egi_kernel_call *call) {
-  (void)ctx;
   const range_params *p = call->params;
   union number {
     double real;
     int64_t integer;
     uint64_t wrapped;
-  } start, delta, value;
+  } start, limit, delta, value;
   load_scalar(p, &call->inputs[0], &start);
+  load_scalar(p, &call->inputs[1], &limit);
   load_scalar(p, &call->inputs[2], &delta);
   int64_t count = egi_tensor_count(&call->outputs[0]);
+  if (p->inside == EG_DTYPE_I64 && count_steps(start.integer, limit.integer, delta.integer) != (uint64_t)count)
+    return egi_fail(ctx, EG_ERROR_DATA, "its length is not the %lld that the shapes around it need", (long long)count);
   int64_t element_bytes = (int64_t)egi_element_bytes(call->outputs[0].dtype);
   for (int64_t i = 0; i < count; i++) {
     if (p->inside == EG_DTYPE_F64) {

@@ -15,6 +15,9 @@ size_t respell_count(void);
 const char *respell_name(size_t kind);
 /* One respelling at a random place; false when there is no place for it. The graph is tidy and typed afterwards. */
 bool respell(respeller *r, size_t kind);
+/* The opposite: one change at a random place after which the graph computes something else, or nothing that makes
+ * sense. False: nothing was changed, or types contradict each other now. */
+bool disturb(respeller *r, const char **out_name);
 uint64_t respeller_random(respeller *r, uint64_t bound);
 
 #endif
