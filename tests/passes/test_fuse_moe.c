@@ -90,6 +90,18 @@ static const spelling spellings[] = {
              "m") "dt = Transpose <perm = [0,2,1]> (d) o = MatMul (m, dt) ys = ReduceSum <keepdims = 0> (o, zero) y = "
                   "Reshape (ys, back) }",
          "router"),
+    NONE("shares that do not quite sum to one",
+         "(" X ") => (" Y ") <" ROUTER ", " GATE_UP ", " DOWN ", " NUMBERS
+         ", float small = {0.001}> { f = Reshape (x, rows) "
+         "l = MatMul (f, r) p = Softmax (l) v, i = TopK (p, k) t = ReduceSum (v, last) te = Add (t, small) w = Div (v, "
+         "te) "
+         "back = Shape (x) ls = Shape (l) none = Expand (nothing, ls) dense = ScatterElements <axis = 1> (none, i, w) "
+         "fe "
+         "= Unsqueeze (f, zero) gt = Transpose <perm = [0,2,1]> (g) h = MatMul (fe, gt) " SWIGLU(
+             "h", "m") "dt = Transpose <perm = [0,2,1]> (d) o = MatMul (m, dt) wt = Transpose (dense) we = Unsqueeze "
+                       "(wt, last) ow = "
+                       "Mul (o, we) ys = ReduceSum <keepdims = 0> (ow, zero) y = Reshape (ys, back) }",
+         "router"),
     NONE("an activation of its own",
          HEADER
          "ls = Shape (l) none = Expand (nothing, ls) dense = ScatterElements <axis = 1> (none, i, w) fe = "
