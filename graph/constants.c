@@ -115,30 +115,6 @@ bool egi_value_integers(const egi_graph *graph, egi_value_id id, int64_t *out, u
   return true;
 }
 
-static bool read_float(const uint8_t *bytes, eg_dtype dtype, double *out) {
-  uint16_t half;
-  float single;
-  switch (dtype) {
-  case EG_DTYPE_F32:
-    memcpy(&single, bytes, sizeof single);
-    *out = (double)single;
-    return true;
-  case EG_DTYPE_F64:
-    memcpy(out, bytes, sizeof *out);
-    return true;
-  case EG_DTYPE_F16:
-    memcpy(&half, bytes, sizeof half);
-    *out = (double)egi_f16_to_f32(half);
-    return true;
-  case EG_DTYPE_BF16:
-    memcpy(&half, bytes, sizeof half);
-    *out = (double)egi_bf16_to_f32(half);
-    return true;
-  default:
-    return false;
-  }
-}
-
 bool egi_weight_scalar(const egi_weight *weight, double *out) {
   egi_tensor tensor;
   int64_t integer;
@@ -152,7 +128,10 @@ bool egi_weight_scalar(const egi_weight *weight, double *out) {
     *out = weight->bytes.value;
     return true;
   }
-  return weight_tensor(weight, &tensor) && read_float(tensor.data, weight->dtype, out);
+  if (!egi_dtype_is_float(weight->dtype) || egi_dtype_bits(weight->dtype) < 16 || !weight_tensor(weight, &tensor))
+    return false;
+  *out = egi_tensor_number(&tensor, 0);
+  return true;
 }
 
 bool egi_value_scalar(const egi_graph *graph, egi_value_id value, double *out) {

@@ -1,4 +1,7 @@
 /* Element types, and strided views of tensors in memory. */
+#include <math.h>
+#include <string.h>
+
 #include "graph/graph.h"
 
 typedef struct dtype_row {
@@ -84,5 +87,65 @@ void egi_tensor_set_contiguous(egi_tensor *tensor) {
   for (int i = tensor->rank - 1; i >= 0; i--) {
     tensor->strides[i] = stride;
     stride *= tensor->dims[i];
+  }
+}
+
+double egi_tensor_number(const egi_tensor *tensor, int64_t i) {
+  size_t bytes = egi_dtype_bits(tensor->dtype) / 8;
+  union {
+    float f32;
+    double f64;
+    uint16_t half;
+    int64_t i64;
+    int32_t i32;
+    uint8_t u8;
+  } raw = {0};
+  if (bytes > sizeof raw) return (double)NAN;
+  memcpy(&raw, (const char *)tensor->data + (size_t)i * bytes, bytes); /* a file's bytes may stand at any address */
+  switch (tensor->dtype) {
+  case EG_DTYPE_F32:
+    return (double)raw.f32;
+  case EG_DTYPE_F64:
+    return raw.f64;
+  case EG_DTYPE_F16:
+    return (double)egi_f16_to_f32(raw.half);
+  case EG_DTYPE_BF16:
+    return (double)egi_bf16_to_f32(raw.half);
+  case EG_DTYPE_I64:
+    return (double)raw.i64;
+  case EG_DTYPE_I32:
+    return (double)raw.i32;
+  case EG_DTYPE_BOOL:
+    return raw.u8 != 0;
+  default:
+    return (double)NAN;
+  }
+}
+
+bool egi_tensor_set(egi_tensor *tensor, int64_t i, double value) {
+  switch (tensor->dtype) {
+  case EG_DTYPE_F32:
+    ((float *)tensor->data)[i] = (float)value;
+    return true;
+  case EG_DTYPE_F64:
+    ((double *)tensor->data)[i] = value;
+    return true;
+  case EG_DTYPE_F16:
+    ((uint16_t *)tensor->data)[i] = egi_f32_to_f16((float)value);
+    return true;
+  case EG_DTYPE_BF16:
+    ((uint16_t *)tensor->data)[i] = egi_f32_to_bf16((float)value);
+    return true;
+  case EG_DTYPE_I64:
+    ((int64_t *)tensor->data)[i] = (int64_t)value;
+    return true;
+  case EG_DTYPE_I32:
+    ((int32_t *)tensor->data)[i] = (int32_t)value;
+    return true;
+  case EG_DTYPE_BOOL:
+    ((uint8_t *)tensor->data)[i] = value != 0;
+    return true;
+  default:
+    return false;
   }
 }

@@ -47,6 +47,10 @@ int64_t egi_tensor_count(const egi_tensor *tensor);
 bool egi_tensor_is_contiguous(const egi_tensor *tensor);
 /* Sets row-major strides from dims. */
 void egi_tensor_set_contiguous(egi_tensor *tensor);
+/* Element i of a contiguous tensor of floats from 16 bits on, i32, i64 or booleans: NaN, or false, for other types.
+ * For the few numbers that passes look at, not for kernels. */
+double egi_tensor_number(const egi_tensor *tensor, int64_t i);
+bool egi_tensor_set(egi_tensor *tensor, int64_t i, double value);
 
 /* ---- symbolic dims -------------------------------------------------------------------------------------------- */
 

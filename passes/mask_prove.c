@@ -63,31 +63,6 @@ static bool is_valid(const trial *t, int64_t batch, int64_t key) {
   return true;
 }
 
-static bool store(egi_tensor *tensor, int64_t i, int64_t value) {
-  switch (tensor->dtype) {
-  case EG_DTYPE_I64:
-    ((int64_t *)tensor->data)[i] = value;
-    return true;
-  case EG_DTYPE_I32:
-    ((int32_t *)tensor->data)[i] = (int32_t)value;
-    return true;
-  case EG_DTYPE_BOOL:
-    ((uint8_t *)tensor->data)[i] = value != 0;
-    return true;
-  case EG_DTYPE_F32:
-    ((float *)tensor->data)[i] = (float)value;
-    return true;
-  case EG_DTYPE_F16:
-    ((uint16_t *)tensor->data)[i] = egi_f32_to_f16((float)value);
-    return true;
-  case EG_DTYPE_BF16:
-    ((uint16_t *)tensor->data)[i] = egi_f32_to_bf16((float)value);
-    return true;
-  default:
-    return false;
-  }
-}
-
 /* Padding of [batch, sequence], or positions. */
 static eg_status fill_input(trial *t, const egi_mask_extract *x, const egi_value *value, egi_tensor *tensor) {
   uint64_t size_bytes = 0;
@@ -106,7 +81,7 @@ static eg_status fill_input(trial *t, const egi_mask_extract *x, const egi_value
   if (!tensor->data) return EG_ERROR_MEMORY;
   for (int64_t i = 0; i < count; i++) {
     int64_t key = i % t->sequence, number = is_positions ? key : is_valid(t, i / t->sequence, key);
-    if (!store(tensor, i, number)) t->reason = "an input of the mask has a type that is not a mask's";
+    if (!egi_tensor_set(tensor, i, (double)number)) t->reason = "an input of the mask has a type that is not a mask's";
   }
   if (!is_positions) t->padding = tensor;
   return EG_OK;
@@ -148,23 +123,6 @@ static eg_status run_trial(prover *p, trial *t) {
 
 /* ---- reading ---------------------------------------------------------------------------------------------------- */
 
-static double number_at(const egi_tensor *tensor, int64_t i) {
-  switch (tensor->dtype) {
-  case EG_DTYPE_F32:
-    return (double)((const float *)tensor->data)[i];
-  case EG_DTYPE_F64:
-    return ((const double *)tensor->data)[i];
-  case EG_DTYPE_F16:
-    return (double)egi_f16_to_f32(((const uint16_t *)tensor->data)[i]);
-  case EG_DTYPE_BF16:
-    return (double)egi_bf16_to_f32(((const uint16_t *)tensor->data)[i]);
-  case EG_DTYPE_BOOL:
-    return ((const uint8_t *)tensor->data)[i] != 0;
-  default:
-    return (double)NAN;
-  }
-}
-
 /* Heads may be written out when all are alike: the first then stands for them. */
 static bool has_equal_heads(const egi_tensor *tensor) {
   int64_t heads = tensor->rank < 3 ? 1 : tensor->dims[tensor->rank - 3], inner = 1;
@@ -172,7 +130,8 @@ static bool has_equal_heads(const egi_tensor *tensor) {
   for (int i = tensor->rank < 3 ? 0 : tensor->rank - 2; i < tensor->rank; i++) inner *= tensor->dims[i];
   for (int64_t b = 0; b < outer; b++)
     for (int64_t i = inner; i < heads * inner; i++) {
-      double first = number_at(tensor, b * heads * inner + i % inner), own = number_at(tensor, b * heads * inner + i);
+      double first = egi_tensor_number(tensor, b * heads * inner + i % inner),
+             own = egi_tensor_number(tensor, b * heads * inner + i);
       if (!(first >= own && first <= own)) return false;
     }
   return true;
@@ -194,7 +153,7 @@ static double element_at(const egi_tensor *tensor, const int64_t at[3]) {
   int64_t offset = 0;
   for (int i = 0; i < tensor->rank; i++)
     if (tensor->dims[i] != 1) offset += index[4 - tensor->rank + i] * tensor->strides[i];
-  return number_at(tensor, offset);
+  return egi_tensor_number(tensor, offset);
 }
 
 /* 1: seen, 0: hidden, -1: neither, the number goes to *out_number. */

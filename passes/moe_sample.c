@@ -77,26 +77,6 @@ eg_status egi_moe_evaluate(egi_moe_region *region, const egi_node *node, egi_moe
 
 /* ---- given values --------------------------------------------------------------------------------------------- */
 
-static bool is_half(eg_dtype dtype) {
-  return dtype == EG_DTYPE_F16 || dtype == EG_DTYPE_BF16;
-}
-
-static float float_at(const egi_tensor *t, int64_t i) {
-  uint16_t half = 0;
-  double wide = 0.0;
-  float number = 0.0f;
-  if (is_half(t->dtype)) {
-    memcpy(&half, (const char *)t->data + 2 * i, 2);
-    return t->dtype == EG_DTYPE_F16 ? egi_f16_to_f32(half) : egi_bf16_to_f32(half);
-  }
-  if (t->dtype == EG_DTYPE_F64) {
-    memcpy(&wide, (const char *)t->data + 8 * i, 8);
-    return (float)wide;
-  }
-  memcpy(&number, (const char *)t->data + 4 * i, 4);
-  return number;
-}
-
 typedef enum use_kind { USE_CONSTANT, USE_MATRIX, USE_BIAS } use_kind;
 
 /* What the parameter ends up in, through views. */
@@ -168,14 +148,14 @@ static bool set_weight(egi_moe_region *region, egi_value_id id) {
   if (!is_new && !egi_value_constant(graph, id, &t)) return egi_moe_reject(region, 0, "a constant that is not at hand");
   if (is_float && count == 1) {
     if (EGI_GROW(region->arena, &region->numbers, region->n_numbers, &region->numbers_capacity) != EG_OK) return false;
-    region->numbers[region->n_numbers++] = (double)float_at(&t, 0);
+    region->numbers[region->n_numbers++] = (double)(float)egi_tensor_number(&t, 0);
   }
   if (is_float) {
     float *data = EGI_NEW(region->arena, float, (size_t)count + 1);
     if (data == NULL) return egi_moe_reject(region, 0, "out of memory");
     bool is_vector = weight->rank == 1 && count == region->n_experts;
     for (int64_t i = 0; i < count; i++)
-      data[i] = is_new ? egi_moe_number_of(region, id, is_vector ? -1 - i : i) : float_at(&t, i);
+      data[i] = is_new ? egi_moe_number_of(region, id, is_vector ? -1 - i : i) : (float)egi_tensor_number(&t, i);
     t.data = data;
     t.dtype = EG_DTYPE_F32;
   }

@@ -78,27 +78,6 @@ static eg_status run(trial *t, egi_value_id value) {
 
 /* ---- comparing -------------------------------------------------------------------------------------------------- */
 
-static double number_at(const egi_tensor *tensor, int64_t i) {
-  switch (tensor->dtype) {
-  case EG_DTYPE_F32:
-    return (double)((const float *)tensor->data)[i];
-  case EG_DTYPE_F64:
-    return ((const double *)tensor->data)[i];
-  case EG_DTYPE_F16:
-    return (double)egi_f16_to_f32(((const uint16_t *)tensor->data)[i]);
-  case EG_DTYPE_BF16:
-    return (double)egi_bf16_to_f32(((const uint16_t *)tensor->data)[i]);
-  case EG_DTYPE_I64:
-    return (double)((const int64_t *)tensor->data)[i];
-  case EG_DTYPE_I32:
-    return (double)((const int32_t *)tensor->data)[i];
-  case EG_DTYPE_BOOL:
-    return ((const uint8_t *)tensor->data)[i] != 0;
-  default:
-    return (double)NAN;
-  }
-}
-
 static bool fits(const egi_tensor *tensor, int axis, int64_t length, const egi_tensor *whole) {
   if (tensor->rank != whole->rank || !egi_tensor_is_contiguous(tensor)) return false;
   for (int i = 0; i < tensor->rank; i++)
@@ -116,10 +95,10 @@ static bool is_beginning(const trial *t, int axis, const egi_tensor *whole) {
     block_whole *= whole->dims[i];
   }
   double largest = 1e-30;
-  for (int64_t i = 0; i < count; i++) largest = fmax(largest, fabs(number_at(own, i)));
+  for (int64_t i = 0; i < count; i++) largest = fmax(largest, fabs(egi_tensor_number(own, i)));
   for (int64_t i = 0; i < count; i++) {
     int64_t other = axis < 0 ? i : i / block * block_whole + i % block;
-    if (!(fabs(number_at(own, i) - number_at(whole, other)) <= TOLERANCE * largest)) return false;
+    if (!(fabs(egi_tensor_number(own, i) - egi_tensor_number(whole, other)) <= TOLERANCE * largest)) return false;
   }
   return true;
 }
@@ -130,13 +109,13 @@ static bool counts(const egi_tensor *whole, int axis) {
   int64_t count = egi_tensor_count(whole);
   if (!is_whole || axis < 0 || count != whole->dims[axis]) return false;
   for (int64_t i = 0; i < count; i++)
-    if (!(fabs(number_at(whole, i) - (double)i) < 0.5)) return false;
+    if (!(fabs(egi_tensor_number(whole, i) - (double)i) < 0.5)) return false;
   return true;
 }
 
 static bool is_all_true(const egi_tensor *tensor) {
   for (int64_t i = 0; i < egi_tensor_count(tensor); i++)
-    if (!(fabs(number_at(tensor, i)) > 0)) return false;
+    if (!(fabs(egi_tensor_number(tensor, i)) > 0)) return false;
   return true;
 }
 

@@ -24,27 +24,6 @@ struct egi_rewrite_check {
   sample_run runs[EGI_COUNT(samples)]; /* outputs NULL: the graph cannot be run on that sample */
 };
 
-static double load_number(const egi_tensor *tensor, int64_t i) {
-  switch (tensor->dtype) {
-  case EG_DTYPE_F32:
-    return (double)((const float *)tensor->data)[i];
-  case EG_DTYPE_F64:
-    return ((const double *)tensor->data)[i];
-  case EG_DTYPE_F16:
-    return (double)egi_f16_to_f32(((const uint16_t *)tensor->data)[i]);
-  case EG_DTYPE_BF16:
-    return (double)egi_bf16_to_f32(((const uint16_t *)tensor->data)[i]);
-  case EG_DTYPE_I64:
-    return (double)((const int64_t *)tensor->data)[i];
-  case EG_DTYPE_I32:
-    return (double)((const int32_t *)tensor->data)[i];
-  case EG_DTYPE_BOOL:
-    return (double)((const uint8_t *)tensor->data)[i];
-  default:
-    return 0.0;
-  }
-}
-
 static bool has_state(const egi_graph *graph) {
   for (egi_value_id id = 1; id < graph->n_values; id++) {
     if (graph->values[id].kind == EGI_VALUE_STATE) return true;
@@ -123,10 +102,10 @@ static bool is_close(const egi_sample_sizes *sample, const egi_tensor *before, c
   int64_t count = egi_tensor_count(before);
   if (before->rank != after->rank || count != egi_tensor_count(after)) return false;
   double largest = 0.0;
-  for (int64_t i = 0; i < count; i++) largest = fmax(largest, fabs(load_number(before, i)));
+  for (int64_t i = 0; i < count; i++) largest = fmax(largest, fabs(egi_tensor_number(before, i)));
   double limit = tolerance(before->dtype, after->dtype) * (isfinite(largest) ? largest : 1.0) + 1e-6;
   for (int64_t i = 0; i < count; i++) {
-    double a = load_number(before, i), b = load_number(after, i);
+    double a = egi_tensor_number(before, i), b = egi_tensor_number(after, i);
     if (a == b || (isnan(a) && isnan(b)) || is_padding(sample, before, i)) continue;
     if (!(fabs(a - b) <= limit)) return false;
   }

@@ -1,5 +1,6 @@
 /* Made-up inputs of a graph: for --verify-rewrites and for passes that ask what a graph computes. Numbers are normal,
  * token ids stay inside the smallest table that they index, masks and positions are those of a padded batch. */
+#include <math.h>
 #include <string.h>
 
 #include "passes/passes.h"
@@ -71,41 +72,6 @@ static int64_t index_bound(const egi_graph *graph, egi_value_id input) {
   return bound > 0 ? bound : 2;
 }
 
-static bool store_integer(egi_tensor *tensor, int64_t i, int64_t value) {
-  switch (tensor->dtype) {
-  case EG_DTYPE_I64:
-    ((int64_t *)tensor->data)[i] = value;
-    return true;
-  case EG_DTYPE_I32:
-    ((int32_t *)tensor->data)[i] = (int32_t)value;
-    return true;
-  case EG_DTYPE_BOOL:
-    ((uint8_t *)tensor->data)[i] = value != 0;
-    return true;
-  default:
-    return false;
-  }
-}
-
-static bool store_float(egi_tensor *tensor, int64_t i, double value) {
-  switch (tensor->dtype) {
-  case EG_DTYPE_F32:
-    ((float *)tensor->data)[i] = (float)value;
-    return true;
-  case EG_DTYPE_F64:
-    ((double *)tensor->data)[i] = value;
-    return true;
-  case EG_DTYPE_F16:
-    ((uint16_t *)tensor->data)[i] = egi_f32_to_f16((float)value);
-    return true;
-  case EG_DTYPE_BF16:
-    ((uint16_t *)tensor->data)[i] = egi_f32_to_bf16((float)value);
-    return true;
-  default:
-    return false;
-  }
-}
-
 /* 0, 1, 2, ... in each row; left-padded rows count from their first token. */
 static int64_t position_at(const egi_sample_sizes *sample, int64_t row, int64_t position) {
   if (!sample->is_left_padded || sample->n_padded == 0 || row != sample->batch - 1) return position;
@@ -133,20 +99,16 @@ static int64_t integer_at(const egi_graph *graph, egi_value_id input, const egi_
 static bool fill_input(const egi_graph *graph, egi_value_id input, const egi_sample_sizes *sample, egi_tensor *tensor) {
   const char *name = graph->values[input].name;
   int64_t count = egi_tensor_count(tensor), bound = index_bound(graph, input);
-  bool is_ruled = strstr(name, "mask") || strstr(name, "position") || tensor->dtype == EG_DTYPE_BOOL ||
-                  is_place(name) || is_length(name);
+  bool is_placed = strstr(name, "position") || is_place(name) || is_length(name);
+  bool is_ruled =
+      strstr(name, "mask") || (is_placed && !egi_dtype_is_float(tensor->dtype)) || tensor->dtype == EG_DTYPE_BOOL;
   for (int64_t i = 0; i < count; i++) {
-    bool is_stored;
-    if (egi_dtype_is_float(tensor->dtype) && !strstr(name, "mask"))
-      is_stored = store_float(tensor, i, egi_random_normal(sample->seed, input, (uint64_t)i));
-    else if (egi_dtype_is_float(tensor->dtype))
-      is_stored = store_float(tensor, i, (double)integer_at(graph, input, sample, tensor, i));
-    else if (is_ruled)
-      is_stored = store_integer(tensor, i, integer_at(graph, input, sample, tensor, i));
-    else
-      is_stored =
-          store_integer(tensor, i, (int64_t)(egi_random_uniform(sample->seed, input, (uint64_t)i) * (double)bound));
-    if (!is_stored) return false;
+    double number = egi_random_normal(sample->seed, input, (uint64_t)i);
+    if (is_ruled)
+      number = (double)integer_at(graph, input, sample, tensor, i);
+    else if (!egi_dtype_is_float(tensor->dtype))
+      number = floor(egi_random_uniform(sample->seed, input, (uint64_t)i) * (double)bound);
+    if (!egi_tensor_set(tensor, i, number)) return false;
   }
   return true;
 }
