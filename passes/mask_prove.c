@@ -15,7 +15,7 @@
 #define MAX_WORK 3e7
 #define MAX_TABLE_WORK 2.5e8
 
-enum { SIZE_FIRST = 17, SIZE_LONG = 300, MAX_FIXED = 1024 };
+enum { SIZE_FIRST = 17, SIZE_LONG = 300, MAX_FIXED = 1024, MAX_FIXED_ELEMENTS = 1 << 23 };
 
 typedef enum pattern { PATTERN_ONES, PATTERN_RIGHT, PATTERN_LEFT, PATTERN_HOLES } pattern;
 
@@ -384,6 +384,9 @@ static eg_status prove(prover *p) {
   if (egi_dim_value(dims, egi_dim_resolve(dims, p->mask->sequence), &size)) sequence = size;
   if (sequence == 1 || sequence > MAX_FIXED)
     return refuse(p, "the length of the sequence is fixed to one not looked at");
+  int64_t length = sequence > 0 ? sequence : SIZE_FIRST;
+  if (batch > MAX_FIXED_ELEMENTS / (length * length))
+    return refuse(p, "the size of the batch is fixed to one not looked at");
   for (size_t i = 0; i < EGI_COUNT(runs) && !p->proof->reason; i++)
     EG_TRY(check(p, (trial){.batch = batch > 0 ? batch : runs[i].batch,
                             .sequence = sequence > 0 ? sequence : runs[i].sequence,

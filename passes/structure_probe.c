@@ -23,8 +23,15 @@ static eg_status open_piece(const egi_flow *flow, piece *out_piece) {
   return EG_OK;
 }
 
-/* Runs what is left on made-up inputs, one of which (by position) is given. NULL when it cannot be run. */
-static egi_tensor *run_piece(const piece *p, int64_t sequence, uint32_t index, const void *data, egi_arena *arena) {
+/* Bytes for the input of a position; `data` NULL: none are given. */
+typedef struct given_input {
+  uint32_t index;
+  const void *data;
+  size_t size_bytes;
+} given_input;
+
+/* Runs what is left on made-up inputs, one of which is given. NULL when it cannot be run. */
+static egi_tensor *run_piece(const piece *p, int64_t sequence, const given_input *given, egi_arena *arena) {
   static const char *const names[] = {"eliminate_dead"};
   const egi_sample_sizes sizes = {.batch = 1, .sequence = sequence, .seed = 1};
   egi_graph *graph = p->graph;
@@ -33,10 +40,12 @@ static egi_tensor *run_piece(const piece *p, int64_t sequence, uint32_t index, c
   egi_tensor *inputs = egi_sample_inputs(graph, &sizes, arena);
   egi_tensor *outputs = EGI_NEW(arena, egi_tensor, graph->n_outputs);
   if (inputs == NULL || outputs == NULL) return NULL;
-  if (data != NULL) {
+  if (given->data != NULL) {
+    const egi_tensor *input = &inputs[given->index];
     uint64_t size_bytes = 0;
-    if (!egi_dtype_bytes(inputs[index].dtype, (uint64_t)egi_tensor_count(&inputs[index]), &size_bytes)) return NULL;
-    memcpy(inputs[index].data, data, (size_t)size_bytes);
+    if (!egi_dtype_bytes(input->dtype, (uint64_t)egi_tensor_count(input), &size_bytes)) return NULL;
+    if (size_bytes != given->size_bytes) return NULL;
+    memcpy(input->data, given->data, given->size_bytes);
   }
   return evaluator->graph(p->module->ctx, graph, inputs, arena, outputs) == EG_OK ? outputs : NULL;
 }
@@ -70,11 +79,12 @@ static bool embed_rows(tie_probe *probe) {
   if (vocab <= 0 || probe->width <= 0 || graph->values[embedded].dtype != EG_DTYPE_F32) return false;
   for (int64_t i = 0; i < N_ROWS; i++) narrow[i] = (int32_t)(probe->ids[i] = (2 * i + 1) * vocab / (2 * N_ROWS));
   if (open_piece(probe->flow, &p) != EG_OK) return false;
-  const void *ids = tokens->dtype == EG_DTYPE_I64 ? (const void *)probe->ids : (const void *)narrow;
+  given_input ids = {tokens->index, probe->ids, sizeof probe->ids};
+  if (tokens->dtype == EG_DTYPE_I32) ids = (given_input){tokens->index, narrow, sizeof narrow};
   egi_tensor *outputs = NULL;
-  if (egi_graph_add_output(p.graph, embedded) == EG_OK)
-    outputs = run_piece(&p, N_ROWS, tokens->index, ids, &probe->arena);
-  if (outputs != NULL && egi_tensor_count(&outputs[0]) == N_ROWS * probe->width) probe->rows = outputs[0].data;
+  if (egi_graph_add_output(p.graph, embedded) == EG_OK) outputs = run_piece(&p, N_ROWS, &ids, &probe->arena);
+  if (outputs != NULL && outputs[0].dtype == EG_DTYPE_F32 && egi_tensor_count(&outputs[0]) == N_ROWS * probe->width)
+    probe->rows = outputs[0].data;
   egi_module_destroy(p.module);
   return probe->rows != NULL;
 }
@@ -103,11 +113,14 @@ static const float *head_rows(tie_probe *probe, int64_t *out_vocab) {
   uint32_t index = 0;
   egi_tensor *outputs = NULL;
   if (open_piece(probe->flow, &p) != EG_OK) return NULL;
-  if (cut_head(probe, &p, &index) == EG_OK) outputs = run_piece(&p, N_ROWS, index, probe->rows, &probe->arena);
+  if (cut_head(probe, &p, &index) == EG_OK) {
+    const given_input rows = {index, probe->rows, (size_t)(N_ROWS * probe->width) * sizeof(float)};
+    outputs = run_piece(&p, N_ROWS, &rows, &probe->arena);
+  }
   egi_module_destroy(p.module);
   if (outputs == NULL || outputs[0].dtype != EG_DTYPE_F32 || outputs[0].rank < 2) return NULL;
   *out_vocab = outputs[0].dims[outputs[0].rank - 1];
-  return outputs[0].data;
+  return egi_tensor_count(&outputs[0]) == N_ROWS * *out_vocab ? outputs[0].data : NULL;
 }
 
 /* The head's row of a token times the token's embedding is the square of the latter, up to quantisation, in a tied head
@@ -178,6 +191,7 @@ static eg_status add_tables(piece *p, egi_value_id tables[MAX_TABLES][2], uint32
 
 /* Different contents for the first positions; where they cannot be computed, different operands. */
 uint32_t egi_probe_rope_tables(const egi_flow *flow) {
+  static const given_input none;
   egi_value_id tables[MAX_TABLES][2];
   uint32_t count = list_tables(flow, tables), n_different = 0;
   egi_tensor *outputs = NULL;
@@ -185,7 +199,7 @@ uint32_t egi_probe_rope_tables(const egi_flow *flow) {
   piece p;
   if (count < 2 || open_piece(flow, &p) != EG_OK) return count;
   egi_arena_init(&arena, flow->graph->module->ctx, EGI_PURPOSE_GRAPH);
-  if (add_tables(&p, tables, count) == EG_OK) outputs = run_piece(&p, N_POSITIONS, 0, NULL, &arena);
+  if (add_tables(&p, tables, count) == EG_OK) outputs = run_piece(&p, N_POSITIONS, &none, &arena);
   for (uint32_t i = 0; outputs != NULL && i < count; i++) {
     bool is_new = true;
     for (uint32_t k = 0; k < i && is_new; k++) is_new = !is_same_table(&outputs[k], &outputs[i]);
