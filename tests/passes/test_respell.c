@@ -92,7 +92,7 @@ static const egi_op fused[N_FUSED] = {EGI_OP_RMSNormalization,
 
 /* ---- running ---- */
 
-/* The last token of the second row is padding. */
+/* The last token of the second row is padding. Positions count from 1, so that they hide nothing as a mask. */
 static bool is_valid(int64_t batch, int64_t position) {
   return batch == 0 || position < SIZE_SEQUENCE - 1;
 }
@@ -116,7 +116,8 @@ static void make_inputs(pass_fixture *fixture, egi_tensor *inputs) {
       if (value->dtype == EG_DTYPE_F32)
         ((float *)inputs[i].data)[k] = (float)egi_random_normal(5, i, (uint64_t)k);
       else
-        ((int64_t *)inputs[i].data)[k] = is_mask ? is_valid(k / SIZE_SEQUENCE, k % SIZE_SEQUENCE) : k % SIZE_SEQUENCE;
+        ((int64_t *)inputs[i].data)[k] =
+            is_mask ? is_valid(k / SIZE_SEQUENCE, k % SIZE_SEQUENCE) : 1 + k % SIZE_SEQUENCE;
     }
   }
 }
