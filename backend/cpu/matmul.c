@@ -156,7 +156,7 @@ static int64_t even_tile(int64_t size, int64_t largest, int64_t unit) {
 }
 
 /* A tile packs (and converts) its columns of B once and reads A as it lies, so tiles are tall; they get smaller where
- * many workers would go idle. */
+ * many workers would go idle, the products of an adapter's rank in two. */
 static void choose_tiles(matmul_params *p) {
   int64_t m = 1024, n = 384;
   for (;;) {
@@ -166,7 +166,7 @@ static void choose_tiles(matmul_params *p) {
     p->tiles_n = p->n ? ceil_divide(p->n, p->tile_n) : 0;
     double tasks = (double)p->tiles_m * (double)p->tiles_n * (double)p->n_batches;
     double flops = 2.0 * (double)p->tile_m * (double)p->tile_n * (double)p->k;
-    bool is_splittable = (tasks < 16 && flops > 2e7) || (tasks < 8 && flops > 2e6);
+    bool is_splittable = (tasks < 16 && flops > 2e7) || (tasks < 8 && flops > 2e6) || (tasks < 2 && flops > 4e5);
     if (!is_splittable || (m <= 64 && n <= 48)) return;
     bool splits_n = p->tile_n > 48 || p->tile_m <= 64;
     if (splits_n && n > 48)

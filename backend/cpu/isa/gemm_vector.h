@@ -49,6 +49,14 @@ typedef __m128d vector_f64;
 #define EGI_VECTOR_BYTES 16
 #endif
 
+/* Asks early for lines that far behind p; the address need not be one of the matrix. */
+#if defined(__SSE2__)
+static inline void fetch(const void *p, size_t offset_bytes, int n_lines) {
+  uintptr_t at = (uintptr_t)p + offset_bytes;
+  for (int i = 0; i < n_lines; i++, at += 64) _mm_prefetch((const char *)at, _MM_HINT_T0);
+}
+#endif
+
 /* The square transposition below for any type. */
 #define PLAIN_TRANSPOSE(name, real)                                                   \
   static inline void name(real *out, int64_t width, const real *in, int64_t stride) { \
