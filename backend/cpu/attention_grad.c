@@ -1,14 +1,17 @@
-/* AttentionGrad and MaskedAttentionGrad: scores of each tile are computed anew and become probabilities through the
- * saved log-sum-exp (Dao et al., arXiv 2205.14135, section B.4). Two passes, both free of atomics: a task of the first
- * owns a tile of keys of one key head and goes through the query heads and queries in order for dK and dV; a task of
- * the second owns a tile of queries for dQ. Products accumulate in the element type; delta = sum of dY · Y per row in
- * f64. No gradient flows to the mask. A sink's value is 0, so that its gradient is the sum of -p · delta over its rows.
- */
+/* AttentionGrad and MaskedAttentionGrad: scores of each tile are computed anew, once, and become probabilities through
+ * the saved log-sum-exp (Dao et al., arXiv 2205.14135, section B.4). A task owns every n-th tile of keys of one key
+ * head (a span), and goes through the query heads and queries in order. Where a key head has several spans, for there
+ * are few of them, each span has a dQ of its own, which are added up at the end: no atomics, and an order that depends
+ * on sizes alone. Products accumulate in the element type; delta = sum of dY · Y per row in f64. No gradient flows to
+ * the mask. A sink's value is 0, so that its gradient is the sum of -p · delta over its rows. */
 #include "backend/cpu/attention.h"
 
 #include <math.h>
 
-#define TILE_OWN_KEYS ((int64_t)128) /* of a task that owns keys; at most EGI_TILE_KEYS */
+#define TILE_OWN_KEYS ((int64_t)128) /* keys of a tile; at most EGI_TILE_KEYS */
+/* Tasks that spans are to make, and the room that their own dQ may take together. */
+#define WANTED_TASKS ((int64_t)16)
+#define SPANS_BYTES ((int64_t)64 << 20)
 
 enum { INPUT_MASK = 3, INPUT_Y = 4, INPUT_MASKED_Y = 5, INPUT_FIRST_KEY = 8 }; /* lse and dY follow Y */
 enum { OUTPUT_DQ, OUTPUT_DK, OUTPUT_DV, OUTPUT_DSINKS, OUTPUT_COUNT };
@@ -17,7 +20,9 @@ typedef struct grad_params {
   egi_attention shared;
   unsigned y_input, lse_input, dy_input;
   egi_heads y, dy, gradients[OUTPUT_DV + 1];
-  size_t workers_at; /* deltas lie before: f64 [batch, q_heads, queries] */
+  int64_t n_spans;
+  size_t spans_at;   /* deltas lie before: f64 [batch, q_heads, queries] */
+  size_t workers_at; /* before it: dQ of each span, [span, batch, q_heads, queries, width]; none for a single one */
   size_t scores_at, d_scores_at, bias_at, scratch_at, worker_bytes;
 } grad_params;
 
@@ -66,6 +71,15 @@ static eg_status check_operands(const egi_kernel_plan *plan, const grad_params *
   return egi_fail_node(plan->graph, plan->node, EG_ERROR_SHAPE, "Y, lse, dY or the results do not fit Q, K and V");
 }
 
+/* How the keys of a head are shared out. */
+static void choose_spans(grad_params *p) {
+  const egi_attention *a = &p->shared;
+  int64_t n_heads = larger(a->n_batches * a->kv_heads, 1);
+  int64_t dq_bytes = larger(a->n_batches * a->q_heads * a->n_queries * a->width * (int64_t)a->bytes, 1);
+  p->n_spans = smaller(ceil_divide(WANTED_TASKS, n_heads), ceil_divide(a->n_keys, TILE_OWN_KEYS));
+  p->n_spans = larger(smaller(p->n_spans, SPANS_BYTES / dq_bytes), 1);
+}
+
 /* `p->shared` is read. */
 static eg_status prepare(egi_kernel_plan *plan, grad_params *p, unsigned y_input) {
   egi_attention *a = &p->shared;
@@ -79,7 +93,10 @@ static eg_status prepare(egi_kernel_plan *plan, grad_params *p, unsigned y_input
     if (plan->outputs[i].dtype != EG_DTYPE_UNDEFINED)
       p->gradients[i] = egi_attention_heads(&plan->outputs[i], i == OUTPUT_DQ ? a->q_heads : a->kv_heads);
   size_t deltas = (size_t)(a->n_batches * a->q_heads * a->n_queries) * sizeof(double);
-  p->workers_at = (deltas + 63) / 64 * 64;
+  choose_spans(p);
+  p->spans_at = (deltas + 63) / 64 * 64;
+  int64_t n_rows = p->n_spans > 1 ? p->n_spans * a->n_batches * a->q_heads * a->n_queries : 0;
+  p->workers_at = p->spans_at + ((size_t)(n_rows * a->width) * a->bytes + 63) / 64 * 64;
   p->d_scores_at = p->scores_at + a->bias_bytes;
   p->bias_at = p->d_scores_at + a->bias_bytes;
   p->scratch_at = p->bias_at + a->bias_bytes;
@@ -183,8 +200,11 @@ static egi_matrix gradient_of(const grad_run *run, unsigned output, int64_t batc
 }
 
 static void clear_rows(const egi_attention *a, const egi_matrix *matrix, int64_t first, int64_t n, int64_t columns) {
-  for (int64_t i = first; i < first + n; i++)
-    for (int64_t j = 0; j < columns; j++) memset(egi_matrix_at(matrix, i, j), 0, a->bytes);
+  bool is_packed = matrix->column_stride == 1;
+  for (int64_t i = first; i < first + n; i++) {
+    if (is_packed) memset(egi_matrix_at(matrix, i, 0), 0, (size_t)columns * a->bytes);
+    for (int64_t j = 0; j < columns && !is_packed; j++) memset(egi_matrix_at(matrix, i, j), 0, a->bytes);
+  }
 }
 
 /* C += A · B with a tile of scores (transposed for gradients of keys) as A; B and C are the caller's. */
@@ -221,54 +241,89 @@ static void add_to_keys(const grad_run *run, const egi_attention_head *head, con
   }
 }
 
-/* dK and dV of a tile of keys: over the query heads that share them, over the queries. */
-static void run_keys(void *argument, size_t index, size_t worker_index) {
-  const grad_run *run = argument;
+/* The dQ that a span adds to: the result itself where it is the only one. */
+static egi_matrix span_of(const grad_run *run, int64_t span, int64_t batch, int64_t q_head) {
   const grad_params *p = run->params;
   const egi_attention *a = &p->shared;
-  char *worker = (char *)run->call->workspace + p->workers_at + worker_index * p->worker_bytes;
-  int64_t n_tiles = ceil_divide(a->n_keys, TILE_OWN_KEYS), group = a->q_heads / a->kv_heads;
-  int64_t key = (int64_t)index % n_tiles * TILE_OWN_KEYS, end = smaller(key + TILE_OWN_KEYS, a->n_keys);
-  int64_t batch = (int64_t)index / n_tiles / a->kv_heads, kv_head = (int64_t)index / n_tiles % a->kv_heads;
+  if (p->n_spans == 1) return gradient_of(run, OUTPUT_DQ, batch, q_head);
+  int64_t row = ((span * a->n_batches + batch) * a->q_heads + q_head) * a->n_queries;
+  char *data = (char *)run->call->workspace + p->spans_at + (size_t)(row * a->width) * a->bytes;
+  return (egi_matrix){data, a->dtype, a->width, 1};
+}
+
+/* dQ += scale · dS · K for a tile. */
+static void add_to_queries(const grad_run *run, const egi_attention_head *head, const int64_t at[2],
+                           const int64_t size[2], int64_t span, char *worker) {
+  const grad_params *p = run->params;
+  const egi_attention *a = &p->shared;
+  egi_matrix dq = span_of(run, span, head->batch, head->q_head);
+  egi_product product = tile_product(a, worker + p->d_scores_at, size, false);
+  product.n = a->width;
+  product.b = egi_matrix_part(&head->k, at[1], 0);
+  product.c = egi_matrix_part(&dq, at[0], 0);
+  product.alpha = a->scale;
+  egi_product_run(a->isa, &product, worker + p->scratch_at);
+}
+
+/* One tile of keys: over the query heads that share them, over the queries. */
+static void run_keys(const grad_run *run, int64_t kv_at[2], int64_t key, int64_t span, char *worker) {
+  const grad_params *p = run->params;
+  const egi_attention *a = &p->shared;
+  int64_t end = smaller(key + TILE_OWN_KEYS, a->n_keys), group = a->q_heads / a->kv_heads;
   for (unsigned i = OUTPUT_DK; i <= OUTPUT_DV; i++) {
     if (!has_output(run, i)) continue;
-    egi_matrix gradient = gradient_of(run, i, batch, kv_head);
+    egi_matrix gradient = gradient_of(run, i, kv_at[0], kv_at[1]);
     clear_rows(a, &gradient, key, end - key, i == OUTPUT_DK ? a->width : a->value_width);
   }
-  for (int64_t q_head = kv_head * group; q_head < (kv_head + 1) * group; q_head++) {
-    egi_attention_head head = head_at(run, batch * a->q_heads + q_head);
+  for (int64_t q_head = kv_at[1] * group; q_head < (kv_at[1] + 1) * group; q_head++) {
+    egi_attention_head head = head_at(run, kv_at[0] * a->q_heads + q_head);
     for (int64_t query = 0; query < a->n_queries; query += EGI_TILE_QUERIES) {
       int64_t n = smaller(EGI_TILE_QUERIES, a->n_queries - query);
       egi_key_range range = egi_attention_tile_range(a, &head, query, n);
       int64_t first = larger(range.first, key), last = smaller(range.last, end);
       int64_t at[2] = {query, first}, size[2] = {n, last - first};
-      if (first < last && make_tile(run, &head, at, size, worker)) add_to_keys(run, &head, at, size, worker);
+      if (first >= last || !make_tile(run, &head, at, size, worker)) continue;
+      add_to_keys(run, &head, at, size, worker);
+      if (has_output(run, OUTPUT_DQ)) add_to_queries(run, &head, at, size, span, worker);
     }
   }
 }
 
-/* dQ of a tile of queries: scale · dS · K over the keys. */
-static void run_queries(void *argument, size_t index, size_t worker_index) {
+/* The tiles of keys of one span. */
+static void run_span(void *argument, size_t index, size_t worker_index) {
   const grad_run *run = argument;
   const grad_params *p = run->params;
   const egi_attention *a = &p->shared;
   char *worker = (char *)run->call->workspace + p->workers_at + worker_index * p->worker_bytes;
-  int64_t n_tiles = ceil_divide(a->n_queries, EGI_TILE_QUERIES);
-  int64_t query = (n_tiles - 1 - (int64_t)index % n_tiles) * EGI_TILE_QUERIES;
-  int64_t n = smaller(EGI_TILE_QUERIES, a->n_queries - query);
-  egi_attention_head head = head_at(run, (int64_t)index / n_tiles);
-  egi_matrix dq = gradient_of(run, OUTPUT_DQ, head.batch, head.q_head);
-  clear_rows(a, &dq, query, n, a->width);
-  egi_key_range range = egi_attention_tile_range(a, &head, query, n);
-  for (int64_t key = range.first; key < range.last; key += EGI_TILE_KEYS) {
-    int64_t at[2] = {query, key}, size[2] = {n, smaller(EGI_TILE_KEYS, range.last - key)};
-    if (!make_tile(run, &head, at, size, worker)) continue;
-    egi_product product = tile_product(a, worker + p->d_scores_at, size, false);
-    product.n = a->width;
-    product.b = egi_matrix_part(&head.k, at[1], 0);
-    product.c = egi_matrix_part(&dq, query, 0);
-    product.alpha = a->scale;
-    egi_product_run(a->isa, &product, worker + p->scratch_at);
+  int64_t span = (int64_t)index % p->n_spans, head = (int64_t)index / p->n_spans, group = a->q_heads / a->kv_heads;
+  int64_t kv_at[2] = {head / a->kv_heads, head % a->kv_heads};
+  for (int64_t i = 0; i < group && has_output(run, OUTPUT_DQ); i++) {
+    egi_matrix dq = span_of(run, span, kv_at[0], kv_at[1] * group + i);
+    clear_rows(a, &dq, 0, a->n_queries, a->width);
+  }
+  for (int64_t key = span * TILE_OWN_KEYS; key < a->n_keys; key += p->n_spans * TILE_OWN_KEYS)
+    run_keys(run, kv_at, key, span, worker);
+}
+
+/* dQ of a tile of queries: the spans' in order. */
+static void run_sum(void *argument, size_t index, size_t worker) {
+  (void)worker;
+  const grad_run *run = argument;
+  const egi_attention *a = &run->params->shared;
+  int64_t n_tiles = ceil_divide(a->n_queries, EGI_TILE_QUERIES), head = (int64_t)index / n_tiles;
+  int64_t query = (int64_t)index % n_tiles * EGI_TILE_QUERIES, end = smaller(query + EGI_TILE_QUERIES, a->n_queries);
+  int64_t batch = head / a->q_heads, q_head = head % a->q_heads;
+  egi_matrix dq = gradient_of(run, OUTPUT_DQ, batch, q_head), first = span_of(run, 0, batch, q_head);
+  for (; query < end; query++) {
+    void *sum = egi_matrix_at(&first, query, 0);
+    for (int64_t span = 1; span < run->params->n_spans; span++) {
+      egi_matrix next = span_of(run, span, batch, q_head);
+      a->functions->add(sum, egi_matrix_at(&next, query, 0), a->width);
+    }
+    bool is_packed = dq.column_stride == 1;
+    if (is_packed) memcpy(egi_matrix_at(&dq, query, 0), sum, (size_t)a->width * a->bytes);
+    for (int64_t j = 0; j < a->width && !is_packed; j++)
+      memcpy(egi_matrix_at(&dq, query, j), (const char *)sum + (size_t)j * a->bytes, a->bytes);
   }
 }
 
@@ -292,10 +347,10 @@ eg_status egi_cpu_run_attention_grad(eg_context *ctx, const egi_kernel_call *cal
   grad_run run = {call->params, call};
   size_t query_tiles = (size_t)(a->n_batches * a->q_heads * ceil_divide(a->n_queries, EGI_TILE_QUERIES));
   egi_pool_run(call->pool, query_tiles, run_delta, &run);
-  if (has_output(&run, OUTPUT_DK) || has_output(&run, OUTPUT_DV))
-    egi_pool_run(call->pool, (size_t)(a->n_batches * a->kv_heads * ceil_divide(a->n_keys, TILE_OWN_KEYS)), run_keys,
-                 &run);
-  if (has_output(&run, OUTPUT_DQ)) egi_pool_run(call->pool, query_tiles, run_queries, &run);
+  size_t n_spans = (size_t)(a->n_batches * a->kv_heads * run.params->n_spans);
+  if (has_output(&run, OUTPUT_DQ) || has_output(&run, OUTPUT_DK) || has_output(&run, OUTPUT_DV))
+    egi_pool_run(call->pool, n_spans, run_span, &run);
+  if (has_output(&run, OUTPUT_DQ) && run.params->n_spans > 1) egi_pool_run(call->pool, query_tiles, run_sum, &run);
   if (has_output(&run, OUTPUT_DSINKS)) egi_pool_run(call->pool, (size_t)a->q_heads, run_sink, &run);
   return EG_OK;
 }

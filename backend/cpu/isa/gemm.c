@@ -22,6 +22,7 @@
 #define LOAD LOAD_f32
 #define STORE STORE_f32
 #define FILL FILL_f32
+#define MULTIPLY MULTIPLY_f32
 #define MULTIPLY_ADD MULTIPLY_ADD_f32
 #endif
 #define REAL float
@@ -35,11 +36,13 @@
 #undef LOAD
 #undef STORE
 #undef FILL
+#undef MULTIPLY
 #undef MULTIPLY_ADD
 #define VECTOR vector_f64
 #define LOAD LOAD_f64
 #define STORE STORE_f64
 #define FILL FILL_f64
+#define MULTIPLY MULTIPLY_f64
 #define MULTIPLY_ADD MULTIPLY_ADD_f64
 #endif
 #define REAL double

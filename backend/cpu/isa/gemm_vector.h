@@ -12,10 +12,12 @@ typedef __m512d vector_f64;
 #define LOAD_f32(p) _mm512_loadu_ps(p)
 #define STORE_f32(p, x) _mm512_storeu_ps(p, x)
 #define FILL_f32(x) _mm512_set1_ps(x)
+#define MULTIPLY_f32(a, b) _mm512_mul_ps(a, b)
 #define MULTIPLY_ADD_f32(a, b, c) _mm512_fmadd_ps(a, b, c)
 #define LOAD_f64(p) _mm512_loadu_pd(p)
 #define STORE_f64(p, x) _mm512_storeu_pd(p, x)
 #define FILL_f64(x) _mm512_set1_pd(x)
+#define MULTIPLY_f64(a, b) _mm512_mul_pd(a, b)
 #define MULTIPLY_ADD_f64(a, b, c) _mm512_fmadd_pd(a, b, c)
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
@@ -26,10 +28,12 @@ typedef __m256d vector_f64;
 #define LOAD_f32(p) _mm256_loadu_ps(p)
 #define STORE_f32(p, x) _mm256_storeu_ps(p, x)
 #define FILL_f32(x) _mm256_set1_ps(x)
+#define MULTIPLY_f32(a, b) _mm256_mul_ps(a, b)
 #define MULTIPLY_ADD_f32(a, b, c) _mm256_fmadd_ps(a, b, c)
 #define LOAD_f64(p) _mm256_loadu_pd(p)
 #define STORE_f64(p, x) _mm256_storeu_pd(p, x)
 #define FILL_f64(x) _mm256_set1_pd(x)
+#define MULTIPLY_f64(a, b) _mm256_mul_pd(a, b)
 #define MULTIPLY_ADD_f64(a, b, c) _mm256_fmadd_pd(a, b, c)
 #elif defined(__SSE2__)
 #include <emmintrin.h>
@@ -40,10 +44,12 @@ typedef __m128d vector_f64;
 #define LOAD_f32(p) _mm_loadu_ps(p)
 #define STORE_f32(p, x) _mm_storeu_ps(p, x)
 #define FILL_f32(x) _mm_set1_ps(x)
+#define MULTIPLY_f32(a, b) _mm_mul_ps(a, b)
 #define MULTIPLY_ADD_f32(a, b, c) _mm_add_ps(_mm_mul_ps(a, b), c)
 #define LOAD_f64(p) _mm_loadu_pd(p)
 #define STORE_f64(p, x) _mm_storeu_pd(p, x)
 #define FILL_f64(x) _mm_set1_pd(x)
+#define MULTIPLY_f64(a, b) _mm_mul_pd(a, b)
 #define MULTIPLY_ADD_f64(a, b, c) _mm_add_pd(_mm_mul_pd(a, b), c)
 #else
 #define EGI_VECTOR_BYTES 16
