@@ -14,13 +14,23 @@ status=0
 if [ -d "$work/$model/hf" ]; then
   "$engraft" new --weights "$work/$model/hf" -o "$work/$model/model.new-float32.onnx" || status=1
 fi
+# Files with float16 embeddings and norms may miss the limit on adapters after ten steps, and nothing else: the references
+# keep these weights in float32, and PyTorch with them rounded is as far away.
+judge() {
+  file=$1
+  shift
+  line=$(python3 "$shared/check_model.py" "$engraft" "$work" --only "$model/$(basename "$file")" --skip experts "$@") && {
+    echo "$line"
+    return 0
+  }
+  echo "$line"
+  case $file in *-float16.onnx | *-int4-cuda.onnx) ;; *) return 1 ;; esac
+  echo "$line" | grep -Eq '^FALLS SHORT [^ ]+ train final adapters 1\.[0-9]e-02$'
+}
 for file in "$work/$model"/model.*.onnx; do
   [ -f "$file" ] || continue
-  skip=packed,experts
-  case $file in *-float16.onnx) skip=$skip,train ;; esac
-  python3 "$shared/check_model.py" "$engraft" "$work" --only "$model/$(basename "$file")" --skip "$skip" || status=1
-  python3 "$shared/check_model.py" "$engraft" "$work" --only "$model/$(basename "$file")" --skip "$skip" \
-    --more --no-fuse || status=1
+  judge "$file" || status=1
+  judge "$file" --more --no-fuse || status=1
 done
 python3 "$(dirname "$0")/structure.py" "$engraft" "$work/structure-$model" "$work/$model" || status=1
 exit $status
