@@ -46,6 +46,22 @@ eg_status eg_trainer_save_adapter(const eg_trainer *trainer, const char *directo
   return egi_trainer_save_adapter(trainer, directory);
 }
 
+eg_status eg_trainer_save_state(const eg_trainer *trainer, const char *path) {
+  if (trainer == NULL) return EG_ERROR_ARGUMENT;
+  if (path == NULL) return fail_null(trainer, "eg_trainer_save_state");
+  return egi_trainer_save_state(trainer, path);
+}
+
+eg_status eg_trainer_load_state(eg_trainer *trainer, const char *path) {
+  if (trainer == NULL) return EG_ERROR_ARGUMENT;
+  if (path == NULL) return fail_null(trainer, "eg_trainer_load_state");
+  return egi_trainer_load_state(trainer, path);
+}
+
+uint64_t eg_trainer_steps_done(const eg_trainer *trainer) {
+  return trainer != NULL ? egi_trainer_steps_done(trainer) : 0;
+}
+
 eg_status eg_trainer_save_model(const eg_trainer *trainer, const char *path) {
   if (trainer == NULL) return EG_ERROR_ARGUMENT;
   if (path == NULL) return fail_null(trainer, "eg_trainer_save_model");

@@ -347,6 +347,14 @@ EG_API void eg_trainer_request_stop(eg_trainer *trainer);
 EG_API eg_status eg_trainer_save_adapter(const eg_trainer *trainer, const char *directory);
 /* With `full`: the model with the trained weights as one ONNX file, in the weights' own dtypes. */
 EG_API eg_status eg_trainer_save_model(const eg_trainer *trainer, const char *path);
+/* Everything that the next steps depend on, in one safetensors file: parameters, both moments of the optimizer,
+ * counters and the place in the data. A trainer made for the same model, data and options that loads it goes on bit by
+ * bit as the first one would have; n_steps and n_epochs may differ. EG_ERROR_DATA names the setting or tensor that does
+ * not fit, and leaves the trainer as it was; EG_ERROR_IO, _FORMAT, _MEMORY too. */
+EG_API eg_status eg_trainer_save_state(const eg_trainer *trainer, const char *path);
+EG_API eg_status eg_trainer_load_state(eg_trainer *trainer, const char *path);
+/* Steps that the trainer, or the one whose state it loaded, has done. */
+EG_API uint64_t eg_trainer_steps_done(const eg_trainer *trainer);
 
 /* Trainable parameters, numbered from 0 in a fixed order; names and shapes as in the files that PEFT (adapters) or
  * Hugging Face (full) write. */

@@ -38,7 +38,7 @@ static eg_status create(training *run) {
   if (eval != NULL) EG_TRY(tool_load_dataset(t, eval, text != NULL, &run->evaluation));
   EG_TRY(eg_trainer_create(run->model, run->dataset, &options, &run->trainer));
   run->n_steps = eg_trainer_step_count(run->trainer);
-  return EG_OK;
+  return tool_is_given(t, OPTION_RESUME) ? training_resume(run) : EG_OK;
 }
 
 /* ---- what a step leaves behind ---- */
@@ -105,7 +105,8 @@ static eg_status open_outputs(training *run) {
   run->is_terminal = isatty(STDOUT_FILENO) != 0;
   EG_TRY(egi_make_directory(run->t->ctx, tool_text(run->t, OPTION_OUT)));
   if (log == NULL) return EG_OK;
-  run->log = fopen(log, "w");
+  if (tool_is_given(run->t, OPTION_RESUME)) EG_TRY(training_cut_log(run, log));
+  run->log = fopen(log, tool_is_given(run->t, OPTION_RESUME) ? "a" : "w");
   return run->log != NULL ? EG_OK : egi_fail(run->t->ctx, EG_ERROR_IO, "%s: cannot be written", log);
 }
 
@@ -120,8 +121,13 @@ static eg_status train(training *run) {
     return status;
   }
   EG_TRY(training_save(run, tool_text(run->t, OPTION_OUT)));
+  bool has_checkpoint = status == EG_ERROR_STOPPED || run->t->values[OPTION_SAVE_EVERY].count > 0;
+  if (has_checkpoint && run->n_done > 0 && run->saved_step != run->n_done)
+    EG_TRY(training_save_checkpoint(run, run->n_done));
   if (status == EG_ERROR_STOPPED)
-    return egi_fail(run->t->ctx, status, "stopped by a signal after step %" PRIu64 "; what was learned is in %s",
+    return egi_fail(run->t->ctx, status,
+                    "stopped by a signal after step %" PRIu64
+                    "; what was learned is in %s, --resume goes on from there",
                     run->n_done, tool_text(run->t, OPTION_OUT));
   return EG_OK;
 }

@@ -1,13 +1,7 @@
-/* What `engraft train` writes: OUT and its checkpoints, and the first step's gradients. */
+/* What `engraft train` writes: an adapter or a model, and the first step's gradients. */
 #include "tools/train.h"
 
-#include <errno.h>
-#include <inttypes.h>
 #include <string.h>
-#include <unistd.h>
-
-static const char *const saved_names[] = {"adapter_config.json", "adapter_model.safetensors", "model.onnx",
-                                          "model.onnx.data"};
 
 eg_status training_save(training *run, const char *directory) {
   if (!tool_is_given(run->t, OPTION_FULL)) return eg_trainer_save_adapter(run->trainer, directory);
@@ -15,27 +9,6 @@ eg_status training_save(training *run, const char *directory) {
   if (path == NULL) return EG_ERROR_MEMORY;
   EG_TRY(egi_make_directory(run->t->ctx, directory));
   return eg_trainer_save_model(run->trainer, path);
-}
-
-/* Removes what training_save() wrote; a folder with anything else in it stays. */
-static void remove_checkpoint(training *run, uint64_t step) {
-  egi_arena *arena = &run->t->arena;
-  const char *directory = egi_arena_format(arena, "%s/checkpoint-%" PRIu64, tool_text(run->t, OPTION_OUT), step);
-  for (size_t i = 0; i < EGI_COUNT(saved_names) && directory != NULL; i++) {
-    const char *path = egi_path_join(arena, directory, saved_names[i]);
-    if (path != NULL) (void)unlink(path);
-  }
-  if (directory != NULL) (void)rmdir(directory);
-}
-
-eg_status training_save_checkpoint(training *run, uint64_t step) {
-  uint64_t every = run->t->values[OPTION_SAVE_EVERY].count, keep = run->t->values[OPTION_KEEP].count;
-  const char *directory =
-      egi_arena_format(&run->t->arena, "%s/checkpoint-%" PRIu64, tool_text(run->t, OPTION_OUT), step);
-  if (directory == NULL) return EG_ERROR_MEMORY;
-  EG_TRY(training_save(run, directory));
-  if (keep > 0 && step / every > keep) remove_checkpoint(run, step - keep * every);
-  return EG_OK;
 }
 
 static eg_status read_gradients(const training *run, egi_arena *arena, egi_safetensor *tensors, size_t count) {

@@ -235,7 +235,6 @@ struct eg_trainer {
   uint64_t n_updates;     /* steps that moved the parameters */
   egi_step_state state;   /* what the device has */
   bool has_gradients;
-  bool is_packed; /* rows of several documents; else padded batches */
   atomic_int is_stop_requested;
 };
 /* trainer_graph.c: the training, evaluation and optimizer graphs. `peft` is NULL for new adapters and full training. */
@@ -267,6 +266,10 @@ eg_status egi_trainer_evaluate(eg_trainer *trainer, const egi_documents *documen
 void egi_trainer_request_stop(eg_trainer *trainer);
 eg_status egi_trainer_save_adapter(const eg_trainer *trainer, const char *directory);
 eg_status egi_trainer_save_model(const eg_trainer *trainer, const char *path);
+/* resume.c */
+eg_status egi_trainer_save_state(const eg_trainer *trainer, const char *path);
+eg_status egi_trainer_load_state(eg_trainer *trainer, const char *path);
+uint64_t egi_trainer_steps_done(const eg_trainer *trainer);
 size_t egi_trainer_parameter_count(const eg_trainer *trainer);
 eg_status egi_trainer_parameter_info(const eg_trainer *trainer, size_t index, eg_parameter_info *out_info);
 eg_status egi_trainer_read(const eg_trainer *trainer, size_t index, egi_state_pool pool, float *values,

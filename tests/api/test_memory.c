@@ -20,6 +20,8 @@ static eg_status use_trainer(api_fixture *fixture, eg_model *model, eg_dataset *
   if (status == EG_OK) status = eg_trainer_step(trainer, NULL);
   if (status == EG_OK) status = eg_trainer_evaluate(trainer, dataset, &loss);
   if (status == EG_OK) status = eg_trainer_save_adapter(trainer, api_path(fixture, path, sizeof path, "adapter"));
+  if (status == EG_OK) status = eg_trainer_save_state(trainer, api_path(fixture, path, sizeof path, "state"));
+  if (status == EG_OK) status = eg_trainer_load_state(trainer, path);
   eg_trainer_destroy(trainer);
   return status;
 }

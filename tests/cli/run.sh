@@ -84,7 +84,6 @@ for option in '--quant nf4' '--device cuda' '--dtype bf16' '--checkpoint offload
   bad 1 "$option is not in this version" train model.onnx --data data.jsonl --out run $option
 done
 bad 1 '--rslora is not in this version' train model.onnx --data data.jsonl --out run --rslora
-bad 1 '--resume is not in this version' train model.onnx --data data.jsonl --out run --resume
 bad 1 'plan' plan model.onnx
 bad 1 '--format gguf' export model.onnx --adapter run --format gguf -o other
 bad 2 '--weights and --random-weights' new --config config.json --weights . --random-weights 1 -o other.onnx
@@ -158,6 +157,33 @@ holds out '^step 4/4  loss'
 holds run/adapter_config.json '"r": 4,'
 holds gradients.safetensors 'base_model\.model\.model\.layers\.0\.self_attn\.q_proj\.lora_A\.weight'
 
+# going on from a checkpoint gives the files that not stopping gives
+again='--data data.jsonl --rank 4 --lr 1e-2 --tokens 8 --accumulate 2 --save-every 2 --eval-data data.jsonl --eval-every 3'
+# shellcheck disable=SC2086 # options and values
+{
+  bad 1 'no checkpoint to resume from' train model.onnx $again --out part --steps 7 --resume
+  good train model.onnx $again --out whole --steps 7 --log whole.jsonl
+  good train model.onnx $again --out part --steps 5 --log part.jsonl
+  rm -r part/checkpoint-5
+  mkdir part/checkpoint-x part/checkpoint-9
+  bad 1 'saved with learning_rate=0.01' train model.onnx $again --out part --steps 7 --resume --lr 1
+  bad 1 'saved with other adapters' train model.onnx $again --out part --steps 7 --resume --rank 5
+  good train model.onnx $again --out part --steps 7 --log part.jsonl --resume
+}
+for file in adapter_model.safetensors checkpoint-7/trainer.safetensors checkpoint-7/run.json \
+  checkpoint-6/adapter_model.safetensors; do
+  checks=$((checks + 1))
+  cmp -s whole/$file part/$file || fail "$file of a run that was resumed differs"
+done
+for log in whole part; do sed 's/"tokens_per_s.*//' $log.jsonl >$log.lines; done
+cmp -s whole.lines part.lines || fail "the log of a run that was resumed differs"
+good train model.onnx --data data.jsonl --out patient --lr 0 --steps 9 --eval-data data.jsonl --eval-every 1 --patience 2 \
+  --save-every 1 --log patient.jsonl
+[ "$(grep -c eval_loss patient.jsonl)" -eq 3 ] || fail "two evaluations without gain should end the run"
+good train model.onnx --data data.jsonl --out patient --lr 0 --steps 9 --eval-data data.jsonl --eval-every 1 --patience 2 \
+  --save-every 1 --log patient.jsonl --resume
+[ "$(grep -c eval_loss patient.jsonl)" -eq 3 ] || fail "a run that had ended went on"
+
 printf '{"rank": 2, "targets": ["q_proj", "v_proj"], "full": false, "lr": 0.001, "steps": 1, "init": null}' >settings.json
 good train model.onnx --data data.jsonl --out configured --config settings.json --rank 3
 holds configured/adapter_config.json '"r": 3,'
@@ -214,8 +240,10 @@ kill -INT $process
 wait $process
 [ $? -eq 1 ] || fail "an interrupted run should exit with 1"
 holds err 'stopped by a signal after step [0-9]+'
+step=$(sed -n 's/.*after step \([0-9]*\);.*/\1/p' err)
 there stopped/adapter_model.safetensors
 good eval model.onnx --data data.jsonl --adapter stopped
+there "stopped/checkpoint-$step/trainer.safetensors"
 
 echo "$checks checks, $failures failed"
 [ "$failures" -eq 0 ]
