@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include "backend/costs.h"
 #include "proto/proto.h"
 
 /* ---- loading ---- */
@@ -21,6 +22,7 @@ static eg_status settle(eg_context *ctx, egi_module *module) {
   static const egi_pipeline_options options;
   if (module->n_graphs == 0) return egi_fail(ctx, EG_ERROR_FORMAT, "the file has no graph");
   module->evaluator = egi_evaluator_cpu();
+  module->costs = egi_costs_get();
   EG_TRY(egi_passes_run(module->graphs[0], names, EGI_COUNT(names), &options, NULL));
   EG_TRY(egi_graph_check_operators(module->graphs[0]));
   return egi_infer_graph(module->graphs[0]);

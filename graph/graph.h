@@ -331,6 +331,7 @@ typedef struct egi_module {
   egi_function *functions; /* model-local functions, until inline_functions */
   uint32_t n_functions, functions_capacity;
   const egi_evaluator *evaluator; /* NULL: passes that need one do nothing */
+  const struct egi_costs *costs;  /* graph/costs.h; NULL: passes that need them do nothing */
   struct egi_onnx *file;          /* what it was imported from; shared by clones, counted; NULL: made in memory */
   struct egi_module *base;        /* what it was cloned from: kept alive, since texts and weight bytes are shared */
   uint32_t references;            /* itself and its clones */

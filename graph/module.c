@@ -256,6 +256,7 @@ eg_status egi_module_clone(const egi_module *module, egi_module **out_module) {
   egi_module *copy;
   EG_TRY(allocate_module(module->ctx, &copy));
   copy->evaluator = module->evaluator;
+  copy->costs = module->costs;
   copy->assumes_positions = module->assumes_positions;
   copy->base = (egi_module *)(uintptr_t)module; /* only its count of references changes */
   copy->base->references++;
