@@ -371,6 +371,30 @@ EG_API eg_status eg_trainer_read_parameter(const eg_trainer *trainer, size_t ind
 EG_API eg_status eg_trainer_write_parameter(eg_trainer *trainer, size_t index, const float *values, size_t n_values);
 EG_API eg_status eg_trainer_read_gradient(const eg_trainer *trainer, size_t index, float *values, size_t n_values);
 
+/* ---- export ------------------------------------------------------------------------------------------------- */
+
+typedef enum eg_export_format {
+  EG_EXPORT_PEFT,   /* a folder that PEFT and what reads its files load */
+  EG_EXPORT_MERGED, /* the model with the adapter added to its weights, one ONNX file */
+} eg_export_format;
+
+typedef struct eg_export_options {
+  size_t struct_size;
+  eg_export_format format;
+  eg_dtype dtype;  /* of the tensors: EG_DTYPE_F32, _F16, _BF16. EG_DTYPE_UNDEFINED: as in the adapter's file; of a
+                      merged  model F32. Merged in 16 bits, matrices are stored so and computed with in float32 */
+  int is_portable; /* PEFT: plain LoRA of one rank with alpha = rank, for readers that know no more: the scale is folded
+                      into B, smaller ranks are filled up with zeros */
+} eg_export_options;
+#define EG_EXPORT_OPTIONS_INIT \
+  { sizeof(eg_export_options), EG_EXPORT_PEFT, EG_DTYPE_UNDEFINED, 0 }
+
+/* Checks the PEFT folder `adapter` against the model and writes it in another form. `path` is a folder for
+ * EG_EXPORT_PEFT; for the others the file, or a folder when it has not the format's ending (.onnx). EG_ERROR_DATA names
+ * missing, extra and misshapen tensors; EG_ERROR_UNSUPPORTED, _IO, _MEMORY. */
+EG_API eg_status eg_model_export_adapter(const eg_model *model, const char *adapter, const eg_export_options *options,
+                                         const char *path);
+
 /* ---- runner ------------------------------------------------------------------------------------------------- */
 
 /* A tensor in the caller's memory: row-major, no gaps. */

@@ -1,13 +1,33 @@
 /* engraft export: an adapter, checked against its model, in another form. */
 #include "tools/tool.h"
 
+#include <string.h>
+
+/* Without --dtype: as in the adapter's own file, a merged model in float32. */
+static eg_dtype parse_dtype(tool *t) {
+  const char *text = tool_text(t, OPTION_EXPORT_DTYPE);
+  if (!tool_is_given(t, OPTION_EXPORT_DTYPE)) return EG_DTYPE_UNDEFINED;
+  return strcmp(text, "bf16") == 0 ? EG_DTYPE_BF16 : strcmp(text, "f16") == 0 ? EG_DTYPE_F16 : EG_DTYPE_F32;
+}
+
+static eg_export_format parse_format(const char *text) {
+  return strcmp(text, "merged") == 0 ? EG_EXPORT_MERGED : EG_EXPORT_PEFT;
+}
+
 int tool_export(tool *t) {
   eg_model *model = NULL;
+  eg_export_options options = EG_EXPORT_OPTIONS_INIT;
   if (tool_text(t, OPTION_ADAPTER) == NULL) return tool_fail_usage(t, "--adapter is missing");
   if (tool_text(t, OPTION_FORMAT) == NULL) return tool_fail_usage(t, "--format is missing");
   if (tool_text(t, OPTION_OUTPUT) == NULL) return tool_fail_usage(t, "-o is missing");
+  options.format = parse_format(tool_text(t, OPTION_FORMAT));
+  options.is_portable = tool_is_given(t, OPTION_PORTABLE);
+  options.dtype = parse_dtype(t);
+  if (options.is_portable && options.format != EG_EXPORT_PEFT)
+    return tool_fail_usage(t, "--portable is a form of --format peft");
   eg_status status = tool_load_model(t, &model);
-  if (status == EG_OK) status = egi_export_peft(model, tool_text(t, OPTION_ADAPTER), tool_text(t, OPTION_OUTPUT));
+  if (status == EG_OK)
+    status = eg_model_export_adapter(model, tool_text(t, OPTION_ADAPTER), &options, tool_text(t, OPTION_OUTPUT));
   eg_model_destroy(model);
   return status == EG_OK ? 0 : tool_fail_status(t, status);
 }

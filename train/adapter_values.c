@@ -5,6 +5,26 @@
 #include <math.h>
 #include <string.h>
 
+static float read_element(const egi_safetensor *tensor, uint64_t index) {
+  uint16_t half;
+  float value;
+  if (tensor->dtype == EG_DTYPE_F32) {
+    memcpy(&value, tensor->data + index * sizeof value, sizeof value);
+    return value;
+  }
+  memcpy(&half, tensor->data + index * sizeof half, sizeof half);
+  return tensor->dtype == EG_DTYPE_F16 ? egi_f16_to_f32(half) : egi_bf16_to_f32(half);
+}
+
+eg_status egi_adapter_read(eg_context *ctx, const egi_safetensor *tensor, float *values, uint64_t count) {
+  for (uint64_t i = 0; i < count; i++) {
+    values[i] = read_element(tensor, i);
+    if (!isfinite(values[i]))
+      return egi_fail(ctx, EG_ERROR_DATA, "adapter: %s holds a number that is not finite", tensor->name);
+  }
+  return EG_OK;
+}
+
 typedef eg_status (*fill_function)(const egi_machine *machine, const egi_state *state, const void *argument,
                                    float *values, uint64_t count);
 
@@ -52,29 +72,13 @@ eg_status egi_adapters_initialise(egi_machine *machine, eg_lora_init init, uint6
   return fill_states(machine, fill_initial, &start);
 }
 
-static float read_element(const egi_safetensor *tensor, uint64_t index) {
-  uint16_t half;
-  float value;
-  if (tensor->dtype == EG_DTYPE_F32) {
-    memcpy(&value, tensor->data + index * sizeof value, sizeof value);
-    return value;
-  }
-  memcpy(&half, tensor->data + index * sizeof half, sizeof half);
-  return tensor->dtype == EG_DTYPE_F16 ? egi_f16_to_f32(half) : egi_bf16_to_f32(half);
-}
-
 static eg_status fill_from_peft(const egi_machine *machine, const egi_state *state, const void *argument, float *values,
                                 uint64_t count) {
   const egi_peft *peft = argument;
   const egi_safetensor *tensor = egi_safetensors_find(peft->tensors, state->name);
   if (tensor == NULL)
     return egi_fail(machine->ctx, EG_ERROR_INTERNAL, "adapter tensor \"%s\" was not checked", state->name);
-  for (uint64_t i = 0; i < count; i++) {
-    values[i] = read_element(tensor, i);
-    if (!isfinite(values[i]))
-      return egi_fail(machine->ctx, EG_ERROR_DATA, "adapter: %s holds a number that is not finite", state->name);
-  }
-  return EG_OK;
+  return egi_adapter_read(machine->ctx, tensor, values, count);
 }
 
 eg_status egi_adapters_load(egi_machine *machine, const egi_peft *peft) {

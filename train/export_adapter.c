@@ -1,27 +1,164 @@
-/* An adapter folder checked against its model and written in another form. */
+/* An adapter folder checked against its model and written in another form: the way in, and PEFT's own form. */
 #include "train/train.h"
 
-static eg_status write_peft(const egi_peft *peft, const egi_peft_config *config, const char *directory,
-                            egi_arena *arena) {
-  size_t count = egi_safetensors_count(peft->tensors);
-  egi_safetensor *tensors = EGI_NEW(arena, egi_safetensor, count > 0 ? count : 1);
-  if (tensors == NULL) return EG_ERROR_MEMORY;
-  for (size_t i = 0; i < count; i++) tensors[i] = *egi_safetensors_at(peft->tensors, i);
-  return egi_peft_write(arena->ctx, directory, config, tensors, count);
+#include <string.h>
+
+eg_status egi_lora_read(const egi_export *export_, size_t index, egi_arena *arena, egi_lora *out_lora) {
+  const egi_adapter_target *target = &export_->adapters.targets[index];
+  const egi_safetensor *tensors[2];
+  float *values[2];
+  for (int i = 0; i < 2; i++) {
+    const char *name = egi_arena_format(arena, "base_model.model.%s.lora_%c.weight", target->path, i == 0 ? 'A' : 'B');
+    tensors[i] = name != NULL ? egi_safetensors_find(export_->peft->tensors, name) : NULL;
+    if (name == NULL) return EG_ERROR_MEMORY;
+    if (tensors[i] == NULL)
+      return egi_fail(export_->ctx, EG_ERROR_INTERNAL, "adapter tensor \"%s\" was not checked", name);
+    uint64_t count = (uint64_t)tensors[i]->dims[0] * (uint64_t)tensors[i]->dims[1];
+    values[i] = EGI_NEW(arena, float, (size_t)count);
+    if (values[i] == NULL) return EG_ERROR_MEMORY;
+    EG_TRY(egi_adapter_read(export_->ctx, tensors[i], values[i], count));
+  }
+  *out_lora = (egi_lora){target->path, target->rank, tensors[0]->dims[1], tensors[1]->dims[0], values[0], values[1]};
+  for (int64_t i = 0; i < out_lora->out_features * (int64_t)target->rank; i++)
+    out_lora->b[i] = (float)((double)out_lora->b[i] * target->scale);
+  return EG_OK;
 }
 
-eg_status egi_export_peft(const eg_model *model, const char *adapter, const char *directory) {
+eg_status egi_convert_floats(egi_arena *arena, const float *values, uint64_t count, eg_dtype dtype,
+                             const uint8_t **out_bytes, uint64_t *out_size) {
+  if (!egi_dtype_bytes(dtype, count, out_size)) return EG_ERROR_MEMORY;
+  uint16_t *half = egi_arena_get(arena, 1, (size_t)*out_size);
+  if (half == NULL) return EG_ERROR_MEMORY;
+  if (dtype == EG_DTYPE_F32) memcpy(half, values, (size_t)*out_size);
+  for (uint64_t i = 0; dtype == EG_DTYPE_F16 && i < count; i++) half[i] = egi_f32_to_f16(values[i]);
+  for (uint64_t i = 0; dtype == EG_DTYPE_BF16 && i < count; i++) half[i] = egi_f32_to_bf16(values[i]);
+  *out_bytes = (const uint8_t *)half;
+  return EG_OK;
+}
+
+eg_status egi_export_path(egi_export *export_, const char *path, const char *suffix, const char *name,
+                          const char **out_path) {
+  *out_path = path;
+  if (egi_has_suffix(path, suffix)) return EG_OK;
+  *out_path = egi_path_join(&export_->arena, path, name);
+  return *out_path != NULL ? egi_make_directory(export_->ctx, path) : EG_ERROR_MEMORY;
+}
+
+/* ---- PEFT ---- */
+
+/* [rows, columns] in the corner of a larger matrix of zeros, in the type to be written. */
+static eg_status add_padded(egi_export *export_, const float *values, int64_t rows, int64_t columns,
+                            egi_safetensor *tensor) {
+  uint64_t count = (uint64_t)tensor->dims[0] * (uint64_t)tensor->dims[1];
+  float *padded = EGI_NEW(&export_->arena, float, (size_t)count);
+  if (padded == NULL) return EG_ERROR_MEMORY;
+  for (int64_t row = 0; row < rows; row++)
+    memcpy(padded + row * tensor->dims[1], values + row * columns, (size_t)columns * sizeof *values);
+  return egi_convert_floats(&export_->arena, padded, count, tensor->dtype, &tensor->data, &tensor->size_bytes);
+}
+
+static eg_status add_portable(egi_export *export_, size_t index, uint32_t rank, egi_safetensor tensors[2]) {
+  egi_lora lora;
+  eg_dtype dtype = export_->options->dtype != EG_DTYPE_UNDEFINED ? export_->options->dtype : EG_DTYPE_F32;
+  EG_TRY(egi_lora_read(export_, index, &export_->arena, &lora));
+  for (int i = 0; i < 2; i++) {
+    tensors[i] = (egi_safetensor){.dtype = dtype, .rank = 2};
+    tensors[i].name =
+        egi_arena_format(&export_->arena, "base_model.model.%s.lora_%c.weight", lora.path, i == 0 ? 'A' : 'B');
+    if (tensors[i].name == NULL) return EG_ERROR_MEMORY;
+  }
+  tensors[0].dims[0] = tensors[1].dims[1] = rank;
+  tensors[0].dims[1] = lora.in_features;
+  tensors[1].dims[0] = lora.out_features;
+  EG_TRY(add_padded(export_, lora.a, lora.rank, lora.in_features, &tensors[0]));
+  return add_padded(export_, lora.b, lora.out_features, lora.rank, &tensors[1]);
+}
+
+static eg_status write_portable(egi_export *export_, const char *directory) {
+  const egi_adapters *adapters = &export_->adapters;
+  uint32_t rank = 1;
+  egi_safetensor *tensors = EGI_NEW(&export_->arena, egi_safetensor, 2 * adapters->count);
+  if (tensors == NULL) return EG_ERROR_MEMORY;
+  for (size_t i = 0; i < adapters->count; i++)
+    if (adapters->targets[i].rank > rank) rank = adapters->targets[i].rank;
+  for (size_t i = 0; i < adapters->count; i++) EG_TRY(add_portable(export_, i, rank, &tensors[2 * i]));
+  egi_peft_config config = {
+      .rank = rank, .alpha = rank, .targets = adapters->config.targets, .base_model = adapters->config.base_model};
+  return egi_peft_write(export_->ctx, directory, &config, tensors, 2 * adapters->count);
+}
+
+static eg_status convert_tensor(egi_export *export_, egi_safetensor *tensor) {
+  eg_dtype dtype = export_->options->dtype;
+  uint64_t count = 1;
+  if (dtype == EG_DTYPE_UNDEFINED || dtype == tensor->dtype) return EG_OK;
+  for (int i = 0; i < tensor->rank; i++) count *= (uint64_t)tensor->dims[i];
+  float *values = EGI_NEW(&export_->arena, float, (size_t)count);
+  if (values == NULL) return EG_ERROR_MEMORY;
+  EG_TRY(egi_adapter_read(export_->ctx, tensor, values, count));
+  tensor->dtype = dtype;
+  return egi_convert_floats(&export_->arena, values, count, dtype, &tensor->data, &tensor->size_bytes);
+}
+
+static eg_status write_peft(egi_export *export_, const char *directory) {
+  size_t count = egi_safetensors_count(export_->peft->tensors);
+  egi_safetensor *tensors = EGI_NEW(&export_->arena, egi_safetensor, count > 0 ? count : 1);
+  if (export_->options->is_portable) return write_portable(export_, directory);
+  if (tensors == NULL) return EG_ERROR_MEMORY;
+  for (size_t i = 0; i < count; i++) {
+    tensors[i] = *egi_safetensors_at(export_->peft->tensors, i);
+    EG_TRY(convert_tensor(export_, &tensors[i]));
+  }
+  return egi_peft_write(export_->ctx, directory, &export_->adapters.config, tensors, count);
+}
+
+/* ---- all of them ---- */
+
+/* The adapters are those of the graph that training sees. */
+static eg_status match(egi_export *export_) {
   egi_machine machine;
-  egi_arena arena;
-  egi_peft *peft;
-  egi_adapters adapters;
-  EG_TRY(egi_peft_open(model->ctx, adapter, &peft));
-  egi_arena_init(&arena, model->ctx, EGI_PURPOSE_DATA);
-  eg_status status = egi_machine_prepare(&machine, model, "cpu", EG_DTYPE_F32);
-  if (status == EG_OK) status = egi_adapters_from_peft(machine.graph, peft, &arena, &adapters);
-  if (status == EG_OK) status = write_peft(peft, &adapters.config, directory, &arena);
+  eg_status status = egi_machine_prepare(&machine, export_->model, "cpu", EG_DTYPE_F32);
+  if (status == EG_OK)
+    status = egi_adapters_from_peft(machine.graph, export_->peft, &export_->arena, &export_->adapters);
+  for (size_t i = 0; status == EG_OK && i < export_->adapters.count; i++) { /* texts of a module that ends here */
+    egi_adapter_target *target = &export_->adapters.targets[i];
+    target->path = egi_arena_copy_text(&export_->arena, target->path, strlen(target->path));
+    if (target->path == NULL) status = EG_ERROR_MEMORY;
+  }
   egi_machine_close(&machine);
-  egi_peft_close(peft);
-  egi_arena_clear(&arena);
+  return status;
+}
+
+static eg_status check_options(eg_context *ctx, const eg_export_options *options) {
+  eg_dtype dtype = options->dtype;
+  bool is_known =
+      dtype == EG_DTYPE_UNDEFINED || dtype == EG_DTYPE_F32 || dtype == EG_DTYPE_F16 || dtype == EG_DTYPE_BF16;
+  if (options->format < EG_EXPORT_PEFT || options->format > EG_EXPORT_MERGED)
+    return egi_fail(ctx, EG_ERROR_ARGUMENT, "export options: format is out of range");
+  if (!is_known) return egi_fail(ctx, EG_ERROR_ARGUMENT, "export options: dtype is none of f32, f16, bf16");
+  if (options->is_portable && options->format != EG_EXPORT_PEFT)
+    return egi_fail(ctx, EG_ERROR_ARGUMENT, "export options: only PEFT's format has a portable form");
+  return EG_OK;
+}
+
+static eg_status write(egi_export *export_, const char *path) {
+  switch (export_->options->format) {
+  case EG_EXPORT_PEFT:
+    return write_peft(export_, path);
+  case EG_EXPORT_MERGED:
+    return egi_export_merged(export_, path);
+  }
+  return EG_ERROR_ARGUMENT;
+}
+
+eg_status egi_export_adapter(const eg_model *model, const char *adapter, const eg_export_options *options,
+                             const char *path) {
+  egi_export export_ = {.model = model, .ctx = model->ctx, .options = options};
+  EG_TRY(check_options(model->ctx, options));
+  EG_TRY(egi_peft_open(model->ctx, adapter, &export_.peft));
+  egi_arena_init(&export_.arena, model->ctx, EGI_PURPOSE_DATA);
+  eg_status status = match(&export_);
+  if (status == EG_OK) status = write(&export_, path);
+  egi_peft_close(export_.peft);
+  egi_arena_clear(&export_.arena);
   return status;
 }

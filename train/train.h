@@ -189,6 +189,8 @@ eg_status egi_adapters_from_peft(const egi_graph *graph, const egi_peft *peft, e
 /* Fills the parameter pool. */
 eg_status egi_adapters_initialise(egi_machine *machine, eg_lora_init init, uint64_t seed);
 eg_status egi_adapters_load(egi_machine *machine, const egi_peft *peft);
+/* A tensor of an adapter in float32; EG_ERROR_DATA for what is not finite. */
+eg_status egi_adapter_read(eg_context *ctx, const egi_safetensor *tensor, float *values, uint64_t count);
 
 /* One trainable tensor in a pool, in the layout of the file it is saved to; n_values floats. */
 uint64_t egi_state_count(const egi_state *state);
@@ -285,8 +287,62 @@ typedef struct egi_evaluate_options {
 eg_status egi_evaluate_model(const eg_model *model, const egi_evaluate_options *options, const egi_documents *documents,
                              double *out_loss);
 
-/* Checks the adapter against the model and writes it as a PEFT folder that names its modules one by one. */
-eg_status egi_export_peft(const eg_model *model, const char *adapter, const char *directory);
+/* ---- exports -------------------------------------------------------------------------------------------------- */
+
+/* An adapter that fits a model. */
+typedef struct egi_export {
+  const eg_model *model;
+  eg_context *ctx;
+  const eg_export_options *options;
+  egi_arena arena;
+  egi_peft *peft;
+  egi_adapters adapters;
+} egi_export;
+/* One of its modules: y + (x · Aᵀ) · Bᵀ, the scale folded into B. */
+typedef struct egi_lora {
+  const char *path;
+  uint32_t rank;
+  int64_t in_features, out_features;
+  float *a, *b; /* [rank, in], [out, rank] */
+} egi_lora;
+eg_status egi_lora_read(const egi_export *export_, size_t index, egi_arena *arena, egi_lora *out_lora);
+/* Numbers in another floating type of 16 or 32 bits, in new memory of the arena. */
+eg_status egi_convert_floats(egi_arena *arena, const float *values, uint64_t count, eg_dtype dtype,
+                             const uint8_t **out_bytes, uint64_t *out_size);
+/* PATH itself where it ends in `suffix`, else PATH/NAME, and that folder is made. */
+eg_status egi_export_path(egi_export *export_, const char *path, const char *suffix, const char *name,
+                          const char **out_path);
+/* Checks the adapter against the model and writes it in the form that the options say. */
+eg_status egi_export_adapter(const eg_model *model, const char *adapter, const eg_export_options *options,
+                             const char *path);
+eg_status egi_export_merged(egi_export *export_, const char *path);
+
+/* merge_weights.c: what a merged model is made of. */
+typedef struct egi_merge {
+  egi_export *export_;
+  egi_module *module;
+  egi_graph *own, *graph; /* as in the file; recognised, and where 16-bit types have to go, widened */
+  egi_arena arena;
+  egi_store *store;
+  egi_linear *linears;
+  egi_operand *operands;
+  size_t n_linears, n_operands;
+  int64_t *first_rows;  /* by linear: of its rows in a fused weight */
+  uint32_t *adapter_of; /* by linear: index in the adapters, or UINT32_MAX */
+  uint32_t *operand_of; /* by node: 1 + the operand that is its matrix; 0: none */
+  eg_dtype dtype;       /* of matrices in the file to be written */
+  bool is_widened;
+} egi_merge;
+typedef struct egi_merged {
+  float *values;
+  int64_t rows, columns;
+  bool is_out_first; /* [out, in] */
+} egi_merged;
+/* The matrix of a node, in the layout in which the graph has it, with the adapters of all its parts; `first` is the
+ * first of its linears. Lives in `arena`. */
+eg_status egi_merge_weight(const egi_merge *merge, size_t first, egi_arena *arena, egi_merged *out_merged);
+/* A weight of the module in float32. */
+eg_status egi_merge_read(const egi_merge *merge, uint32_t weight, egi_arena *arena, float **out_values);
 
 /* ---- runner --------------------------------------------------------------------------------------------------- */
 

@@ -26,6 +26,21 @@ static eg_status use_trainer(api_fixture *fixture, eg_model *model, eg_dataset *
   return status;
 }
 
+static eg_status use_exports(api_fixture *fixture, eg_model *model) {
+  char adapter[256], path[256];
+  eg_export_options options = EG_EXPORT_OPTIONS_INIT;
+  api_path(fixture, adapter, sizeof adapter, "adapter");
+  options.is_portable = 1;
+  eg_status status =
+      eg_model_export_adapter(model, adapter, &options, api_path(fixture, path, sizeof path, "portable"));
+  options.is_portable = 0;
+  options.format = EG_EXPORT_MERGED;
+  options.dtype = EG_DTYPE_F16;
+  if (status == EG_OK)
+    status = eg_model_export_adapter(model, adapter, &options, api_path(fixture, path, sizeof path, "merged.onnx"));
+  return status;
+}
+
 static eg_status use_runner(api_fixture *fixture, eg_model *model) {
   char path[256];
   static const int32_t prompt[] = {1, 2};
@@ -67,6 +82,7 @@ static eg_status scenario(api_fixture *fixture, uint64_t fail_at) {
   if (status == EG_OK) status = eg_model_rewrite(model, NULL, 0);
   if (status == EG_OK) status = eg_dataset_create(ctx, documents, 2, &dataset);
   if (status == EG_OK) status = use_trainer(fixture, model, dataset);
+  if (status == EG_OK) status = use_exports(fixture, model);
   if (status == EG_OK) status = use_runner(fixture, model);
   if (status == EG_OK) status = use_full(fixture, model, dataset);
   if (status != EG_OK && status != EG_ERROR_MEMORY)

@@ -202,6 +202,17 @@ absent exported
 good train model.onnx --data data.jsonl --out again --init-adapter run --rank 4 --steps 1
 good export model.onnx --adapter run --format peft -o exported
 cmp -s run/adapter_model.safetensors exported/adapter_model.safetensors || fail "the exported adapter differs"
+good export model.onnx --adapter run --format peft --portable --dtype f16 -o portable
+holds portable/adapter_config.json '"lora_alpha": 4,'
+bad 2 '--portable is a form of' export model.onnx --adapter run --format merged --portable -o merged.onnx
+absent merged.onnx
+good eval model.onnx --data data.jsonl --adapter run --json
+adapted=$(cut -c 1-14 out)
+for dtype in f32 f16 bf16; do
+  good export model.onnx --adapter run --format merged --dtype $dtype -o merged/$dtype
+  good eval merged/$dtype/model.onnx --data data.jsonl --json
+  [ $dtype != f32 ] || [ "$(cut -c 1-14 out)" = "$adapted" ] || fail "merged loss $(cat out), not $adapted"
+done
 
 # a save that fails leaves what was there
 bad 1 'data.jsonl' train model.onnx --data data.jsonl --out data.jsonl --steps 1
