@@ -137,6 +137,9 @@ void egi_pool_run(egi_pool *pool, size_t n_tasks, egi_task task, void *argument)
 /* Number of workers; `worker` above is below it. */
 size_t egi_pool_size(const egi_pool *pool);
 
+/* Bytes that the process could still take; UINT64_MAX where the system does not say. */
+uint64_t egi_memory_available(void);
+
 /* ---- files --------------------------------------------------------------------------------------------------- */
 
 /* A whole file mapped read-only. */

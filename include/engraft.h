@@ -281,6 +281,13 @@ typedef enum eg_packing_cache {
   EG_PACKING_CACHE_READBACK /* so, and copied to the host: for comparison */
 } eg_packing_cache;
 
+/* Memory for time; losses and gradients are the same to the bit. */
+typedef enum eg_checkpoint {
+  EG_CHECKPOINT_AUTO,     /* as little as the memory budget asks for */
+  EG_CHECKPOINT_OFF,      /* everything that the backward pass reads is kept */
+  EG_CHECKPOINT_RECOMPUTE /* each block of layers is made again from its input, and more where the budget asks for it */
+} eg_checkpoint;
+
 typedef struct eg_trainer_options {
   size_t struct_size;
   const char *device;       /* "cpu" */
@@ -303,16 +310,17 @@ typedef struct eg_trainer_options {
   uint64_t n_steps;       /* 0: n_epochs decides */
   double n_epochs;        /* passes over the data when n_steps is 0 */
   uint64_t seed;          /* of new adapters */
-  uint64_t memory_budget; /* bytes of host memory a trainer may plan; 0: no limit */
+  uint64_t memory_budget; /* bytes of memory a trainer may plan; 0: what the machine has available, UINT64_MAX: any */
   int no_fuse;            /* 1: fused operators run and are differentiated as their bodies of plain operators */
   eg_packing packing;
   eg_packing_cache packing_cache;
+  eg_checkpoint checkpoint;
 } eg_trainer_options;
 #define EG_TRAINER_OPTIONS_INIT                                                                                   \
   {                                                                                                               \
     sizeof(eg_trainer_options), "cpu", EG_DTYPE_F32, 0, 16, 16.0, "all-linear", NULL, EG_LORA_INIT_DEFAULT, 2e-4, \
         EG_SCHEDULE_CONSTANT, 0.0, 0.0, 0.9, 0.999, 1e-8, 1.0, 2048, 1, 0, 1.0, 0, 0, 0, EG_PACKING_AUTO,         \
-        EG_PACKING_CACHE_ON                                                                                       \
+        EG_PACKING_CACHE_ON, EG_CHECKPOINT_AUTO                                                                   \
   }
 
 /* What a step did. */

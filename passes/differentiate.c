@@ -166,7 +166,7 @@ static eg_status visit(differentiator *state, egi_node_id id) {
 
 /* ---- ends ------------------------------------------------------------------------------------------------------- */
 
-static eg_status find_loss(const egi_graph *graph, egi_value_id *out_loss) {
+eg_status egi_find_loss(const egi_graph *graph, egi_value_id *out_loss) {
   for (uint32_t i = 0; i < graph->n_outputs; i++) {
     if (strcmp(graph->values[graph->outputs[i]].name, EGI_OUTPUT_LOSS) == 0) {
       *out_loss = graph->outputs[i];
@@ -206,7 +206,7 @@ static eg_status accumulate_all(differentiator *state) {
 static eg_status differentiate(differentiator *state) {
   egi_graph *graph = state->graph;
   egi_value_id loss = 0;
-  EG_TRY(find_loss(graph, &loss));
+  EG_TRY(egi_find_loss(graph, &loss));
   EG_TRY(egi_graph_tidy(graph));
   state->n_forward = graph->n_nodes;
   state->n_values = graph->n_values;

@@ -42,6 +42,7 @@ static eg_status run_pass(egi_graph *graph, const egi_pass_info *pass, const egi
                           egi_pass_report *report, bool *out_has_changed) {
   eg_context *ctx = graph->module->ctx;
   egi_pass_run run = {.ctx = ctx, .adapt = options ? options->adapt : NULL, .report = report};
+  run.checkpoints = options ? options->checkpoints : NULL;
   run.is_general = options && options->is_general;
   run.tokens = options ? options->tokens : 0;
   run.userdata = pass->userdata;

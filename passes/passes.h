@@ -29,6 +29,11 @@ typedef struct egi_adapt_options {
   bool is_frozen;    /* graft adapters whose values never change: no gradient states are made */
 } egi_adapt_options;
 
+/* What buffer_checkpoints is told. */
+typedef struct egi_checkpoint_options {
+  uint32_t rung; /* how far memory is traded for time: from 0, which keeps everything, to the end of the last stage */
+} egi_checkpoint_options;
+
 /* What a rule of a pass did: `n_tried` nodes could have been its pattern's root. */
 typedef struct egi_rule_report {
   const char *rule;
@@ -49,6 +54,7 @@ typedef struct egi_pass_report {
 typedef struct egi_pass_run {
   eg_context *ctx;
   const egi_adapt_options *adapt;
+  const egi_checkpoint_options *checkpoints;
   egi_pass_report *report;
   bool is_general;  /* what is given at run time may be any: as in egi_pipeline_options */
   void *userdata;   /* of the pass */
@@ -76,7 +82,8 @@ const egi_pass_info *egi_pass_find(const char *name); /* NULL when there is none
 
 typedef struct egi_pipeline_options {
   const egi_adapt_options *adapt;
-  bool verify; /* run the graph before and after each pass on random input and compare */
+  const egi_checkpoint_options *checkpoints; /* NULL: each block is made again from its input */
+  bool verify;                               /* run the graph before and after each pass on random input and compare */
   /* Nothing is taken for granted that training and an ordinary run hold to: caches stay inputs and outputs, and masks
    * that follow positions stay as they are. */
   bool is_general;
@@ -95,6 +102,21 @@ eg_status egi_passes_run_stage(egi_graph *graph, egi_stage stage, const egi_pipe
  * pass of the table, filled over all rounds. */
 eg_status egi_passes_recognise(egi_graph *graph, const egi_pipeline_options *options, egi_pass_report *reports);
 
+/* Stages of buffer_checkpoints' ladder for a differentiated graph, each with its last rung: that of the stage before it
+ * where nothing can be made again so. */
+typedef enum egi_checkpoint_stage {
+  EGI_CHECKPOINT_NOTHING, /* all is kept */
+  EGI_CHECKPOINT_CHEAP,   /* norms, activations, rotations and moves are made again, block after block */
+  EGI_CHECKPOINT_WHOLE,   /* whole blocks from their inputs */
+  EGI_CHECKPOINT_JOINED,  /* two blocks from the input of the first */
+  EGI_CHECKPOINT_STAGES
+} egi_checkpoint_stage;
+typedef struct egi_checkpoint_stages {
+  uint32_t end[EGI_CHECKPOINT_STAGES];
+} egi_checkpoint_stages;
+eg_status egi_checkpoint_stages_find(const egi_graph *graph, egi_checkpoint_stages *out_stages);
+/* The value that EGI_OUTPUT_LOSS names. */
+eg_status egi_find_loss(const egi_graph *graph, egi_value_id *out_loss);
 /* What cache_metadata makes once is made again for each node that takes it, and on request copied to the host, as
  * frameworks do that keep nothing: for comparison. After the last eliminate_common. */
 eg_status egi_rebuild_metadata(egi_graph *graph, bool is_read_back);

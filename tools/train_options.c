@@ -37,6 +37,12 @@ static eg_packing_cache parse_packing_cache(tool *t) {
   return strcmp(text, "rebuild") == 0 ? EG_PACKING_CACHE_REBUILD : EG_PACKING_CACHE_READBACK;
 }
 
+static eg_checkpoint parse_checkpoint(tool *t) {
+  const char *text = tool_text(t, OPTION_CHECKPOINT);
+  if (strcmp(text, "auto") == 0) return EG_CHECKPOINT_AUTO;
+  return strcmp(text, "off") == 0 ? EG_CHECKPOINT_OFF : EG_CHECKPOINT_RECOMPUTE;
+}
+
 static eg_status parse_budget(tool *t, eg_trainer_options *options) {
   const char *text = tool_text(t, OPTION_MEMORY_BUDGET);
   if (strcmp(text, "auto") == 0) return EG_OK;
@@ -63,6 +69,7 @@ eg_status training_options(tool *t, eg_trainer_options *options) {
   options->seed = t->values[OPTION_SEED].count;
   options->packing = parse_packing(t);
   options->packing_cache = parse_packing_cache(t);
+  options->checkpoint = parse_checkpoint(t);
   if (tool_is_given(t, OPTION_STEPS) && options->n_steps == 0)
     return egi_fail(t->ctx, EG_ERROR_ARGUMENT, "--steps 0 trains nothing");
   EG_TRY(narrow(t, "--rank", t->values[OPTION_RANK].count, &options->rank));

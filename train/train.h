@@ -231,6 +231,7 @@ struct eg_trainer {
   size_t n_batches, next_batch;
   egi_batch_limits limits;
   egi_lanes lanes;
+  uint32_t rung; /* of buffer_checkpoints' ladder */
   egi_plan *optimizer_plan;
   egi_session *optimizer_session;
   uint64_t n_steps, step; /* asked for, done */
@@ -239,6 +240,16 @@ struct eg_trainer {
   bool has_gradients;
   atomic_int is_stop_requested;
 };
+/* Bytes of a trainer by what they are for. */
+typedef struct egi_trainer_memory {
+  uint64_t weights, states;
+  uint64_t transient; /* activations and workspace; of these live across the loss: */
+  uint64_t saved;
+  uint64_t fixed;
+  uint64_t total;
+} egi_trainer_memory;
+/* Of the trainer with these lanes in place of its own. */
+void egi_trainer_bytes(const eg_trainer *trainer, const egi_lanes *lanes, egi_trainer_memory *out_memory);
 /* trainer_graph.c: the training, evaluation and optimizer graphs. `peft` is NULL for new adapters and full training. */
 eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft);
 /* Loss of one filled lane: minus the sum of its log-probabilities. */
@@ -253,6 +264,9 @@ typedef struct egi_batches {
   egi_bucket *buckets;
   size_t n_buckets;
 } egi_batches;
+/* checkpoints.c: the training graph as far up buffer_checkpoints' ladder as the budget asks for, or to where it needs
+ * least. Before lanes are planned. */
+eg_status egi_trainer_checkpoint(eg_trainer *trainer, const egi_batches *batches);
 eg_status egi_batches_plan(const egi_inputs *inputs, const egi_documents *documents, const egi_batch_limits *limits,
                            bool is_in_order, egi_arena *arena, egi_batches *out_batches);
 /* Tokens of a micro-batch and what the model prescribes. */

@@ -27,6 +27,7 @@ static eg_status check_options(eg_context *ctx, const eg_trainer_options *o) {
   if (o->dtype == EG_DTYPE_UNDEFINED) wrong = "dtype";
   if (o->packing < EG_PACKING_AUTO || o->packing > EG_PACKING_OFF) wrong = "packing";
   if (o->packing_cache < EG_PACKING_CACHE_ON || o->packing_cache > EG_PACKING_CACHE_READBACK) wrong = "packing_cache";
+  if (o->checkpoint < EG_CHECKPOINT_AUTO || o->checkpoint > EG_CHECKPOINT_RECOMPUTE) wrong = "checkpoint";
   if (o->tokens < 2) wrong = "tokens";
   if (o->accumulate < 1) wrong = "accumulate";
   if (o->n_steps == 0 && !(o->n_epochs > 0.0 && o->n_epochs <= 1e9)) wrong = "n_epochs";
@@ -79,39 +80,28 @@ static eg_status plan_batches(eg_trainer *trainer) {
       egi_batches_plan(&inputs, trainer->dataset->documents, &trainer->limits, is_in_order, &trainer->arena, &batches));
   trainer->batches = batches.ranges;
   trainer->n_batches = batches.count;
-  EG_TRY(egi_lanes_plan(&trainer->lanes, trainer->machine.graph, trainer->machine.backend, batches.buckets,
-                        batches.n_buckets, &trainer->arena));
   egi_plan_options none = {.n_bindings = 0};
   EG_TRY(egi_plan_create(trainer->ctx, trainer->optimizer, trainer->machine.backend, &none, &trainer->optimizer_plan));
+  EG_TRY(egi_trainer_checkpoint(trainer, &batches));
+  EG_TRY(egi_lanes_plan(&trainer->lanes, trainer->machine.graph, trainer->machine.backend, batches.buckets,
+                        batches.n_buckets, &trainer->arena));
   return report_cut(trainer);
 }
 
-static uint64_t maximum(uint64_t a, uint64_t b) {
-  return a > b ? a : b;
-}
-
 static eg_status check_budget(const eg_trainer *trainer) {
-  egi_plan_bytes all = {0}, one;
-  for (size_t i = 0; i <= trainer->lanes.count; i++) {
-    egi_plan_get_bytes(i < trainer->lanes.count ? trainer->lanes.lanes[i].plan : trainer->optimizer_plan, &one);
-    all.weights = maximum(all.weights, one.weights);
-    all.transient = maximum(all.transient, one.transient);
-    all.fixed += one.fixed;
-  }
-  for (int pool = 0; pool < EGI_POOL_COUNT; pool++) {
-    uint64_t element_bytes = pool == EGI_POOL_STEP ? 1 : sizeof(float);
-    all.states += trainer->machine.module->pool_elements[pool] * element_bytes;
-  }
-  uint64_t total = all.weights + all.states + all.transient + all.fixed, budget = trainer->options.memory_budget;
+  egi_trainer_memory all;
+  uint64_t budget = trainer->options.memory_budget;
+  egi_trainer_bytes(trainer, &trainer->lanes, &all);
   egi_log(trainer->ctx, EG_LOG_INFO,
           "planned bytes: %" PRIu64 " weights, %" PRIu64 " states, %" PRIu64 " activations and workspace, %" PRIu64
           " constants",
           all.weights, all.states, all.transient, all.fixed);
-  if (budget == 0 || total <= budget) return EG_OK;
+  if (budget == 0 || all.total <= budget) return EG_OK;
   return egi_fail(trainer->ctx, EG_ERROR_BUDGET,
-                  "the memory budget of %" PRIu64 " bytes is too small: %" PRIu64 " are needed (weights %" PRIu64
-                  ", states %" PRIu64 ", activations and workspace %" PRIu64 ", constants %" PRIu64 ")",
-                  budget, total, all.weights, all.states, all.transient, all.fixed);
+                  "the memory budget of %" PRIu64 " bytes is too small: at least %" PRIu64
+                  " are needed (weights %" PRIu64 ", states %" PRIu64 ", activations and workspace %" PRIu64
+                  ", constants %" PRIu64 ")",
+                  budget, all.total, all.weights, all.states, all.transient, all.fixed);
 }
 
 /* ---- memory ---- */

@@ -135,13 +135,6 @@ static eg_status pack_graph(eg_trainer *trainer) {
   return EG_OK;
 }
 
-/* For comparison: what is made once is made for every layer and pass. */
-static eg_status compare_packing(eg_trainer *trainer) {
-  eg_packing_cache cache = trainer->options.packing_cache;
-  if (cache == EG_PACKING_CACHE_ON) return EG_OK;
-  return egi_rebuild_metadata(trainer->machine.graph, cache == EG_PACKING_CACHE_READBACK);
-}
-
 eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
   static const char *const adapt_passes[] = {"append_loss", "graft_adapters", "eliminate_dead"};
   static const char *const differentiate_passes[] = {"differentiate", "eliminate_common", "eliminate_dead"};
@@ -159,6 +152,5 @@ eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
   EG_TRY(list_parameters(trainer));
   EG_TRY(egi_module_copy_graph(machine->module, machine->graph, "evaluate", &trainer->evaluation));
   EG_TRY(egi_run_passes(machine->graph, differentiate_passes, EGI_COUNT(differentiate_passes), &adapt));
-  EG_TRY(compare_packing(trainer));
   return build_optimizer(trainer);
 }

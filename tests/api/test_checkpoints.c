@@ -1,0 +1,159 @@
+/* Less memory for more time changes no bit: gradients of every rung that budgets lead to equal those of a trainer that
+ * keeps everything, for dense models, experts, plain graphs, full training, padded and packed rows. Budgets are held,
+ * and one that cannot be is refused with the least that would do. */
+#include "support_api.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { N_BUDGETS = 20, LONGEST = 61 };
+
+/* A run to compare: the first step's gradients, and the bytes planned. */
+typedef struct outcome {
+  float *gradients;
+  size_t count;
+  uint64_t total;
+  double loss;
+} outcome;
+
+static void spoil(eg_trainer *trainer) {
+  for (size_t i = 0; i < eg_trainer_parameter_count(trainer); i++) {
+    float values[8192];
+    eg_parameter_info info;
+    size_t count = 1;
+    assert_int_equal(eg_trainer_parameter_info(trainer, i, &info), EG_OK);
+    for (uint32_t axis = 0; axis < info.rank; axis++) count *= (size_t)info.dims[axis];
+    assert_true(count <= EGI_COUNT(values));
+    assert_int_equal(eg_trainer_read_parameter(trainer, i, values, count), EG_OK);
+    for (size_t k = 0; k < count; k++) values[k] += 0.02F * (float)((int)((7 * k + 3 * i) % 13) - 6);
+    assert_int_equal(egi_trainer_write(trainer, i, values, count), EG_OK);
+  }
+}
+
+static outcome run(eg_context *ctx, eg_model *model, eg_dataset *dataset, const eg_trainer_options *options) {
+  outcome result = {.gradients = NULL};
+  eg_trainer *trainer;
+  eg_step_report report;
+  egi_trainer_memory memory;
+  api_must(ctx, eg_trainer_create(model, dataset, options, &trainer));
+  spoil(trainer); /* new adapters are half zeros, and so would be half of the gradients */
+  api_must(ctx, eg_trainer_step(trainer, &report));
+  egi_trainer_bytes(trainer, &trainer->lanes, &memory);
+  result.gradients = api_read(trainer, true, &result.count);
+  result.total = memory.total;
+  result.loss = report.loss;
+  eg_trainer_destroy(trainer);
+  return result;
+}
+
+static void expect_same(const outcome *a, const outcome *b) {
+  assert_int_equal(a->count, b->count);
+  assert_memory_equal(&a->loss, &b->loss, sizeof a->loss);
+  assert_memory_equal(a->gradients, b->gradients, a->count * sizeof *a->gradients);
+  float sum = 0.0F;
+  for (size_t i = 0; i < a->count; i++) sum += a->gradients[i] * a->gradients[i];
+  assert_true(sum > 1e-6F);
+}
+
+/* What an impossible budget is answered. */
+static uint64_t least_of(eg_context *ctx, eg_model *model, eg_dataset *dataset, const eg_trainer_options *options) {
+  eg_trainer_options own = *options;
+  eg_trainer *trainer;
+  uint64_t least = 0;
+  own.memory_budget = 1;
+  assert_int_equal(eg_trainer_create(model, dataset, &own, &trainer), EG_ERROR_BUDGET);
+  const char *text = strstr(eg_context_error(ctx), "at least ");
+  assert_non_null(text);
+  assert_int_equal(sscanf(text, "at least %" SCNu64, &least), 1);
+  return least;
+}
+
+static void sweep(api_fixture *fixture, const char *file, eg_trainer_options options, unsigned n_budgets) {
+  char path[256];
+  eg_context *ctx = fixture->ctx;
+  eg_model *model;
+  snprintf(path, sizeof path, "%s/%s", EGI_TEST_DATA, file);
+  api_must(ctx, eg_model_load(ctx, path, NULL, &model));
+  eg_dataset *dataset = api_dataset(ctx, 5, LONGEST);
+  options.checkpoint = EG_CHECKPOINT_OFF;
+  outcome keep = run(ctx, model, dataset, &options);
+  options.checkpoint = EG_CHECKPOINT_RECOMPUTE;
+  outcome again = run(ctx, model, dataset, &options);
+  expect_same(&keep, &again);
+  options.checkpoint = EG_CHECKPOINT_AUTO;
+  uint64_t least = least_of(ctx, model, dataset, &options);
+  assert_true(least <= again.total && again.total <= keep.total && least < keep.total);
+  for (unsigned i = 0; i <= n_budgets; i++) {
+    options.memory_budget = keep.total - (keep.total - least) / n_budgets * i;
+    if (i == n_budgets) options.memory_budget = least;
+    outcome budgeted = run(ctx, model, dataset, &options);
+    assert_true(budgeted.total <= options.memory_budget);
+    if (i == 0) assert_int_equal(budgeted.total, keep.total); /* no time is given where memory is enough */
+    expect_same(&keep, &budgeted);
+    free(budgeted.gradients);
+  }
+  free(keep.gradients);
+  free(again.gradients);
+  eg_dataset_destroy(dataset);
+  eg_model_destroy(model);
+}
+
+static eg_trainer_options options_of(uint32_t tokens, uint32_t accumulate) {
+  eg_trainer_options options = api_options();
+  options.tokens = tokens;
+  options.accumulate = accumulate;
+  return options;
+}
+
+static void budgets_are_held_by_a_dense_model(void **state) {
+  sweep(*state, "llama/model.dynamo-op23-sdpa.onnx", options_of(128, 2), N_BUDGETS);
+}
+
+static void budgets_are_held_by_a_model_of_experts(void **state) {
+  sweep(*state, "gpt_oss/model.dynamo-op23-eager-batched_mm.onnx", options_of(128, 2), N_BUDGETS);
+}
+
+static void plain_operators_are_made_again(void **state) {
+  eg_trainer_options options = options_of(128, 1);
+  options.no_fuse = 1;
+  sweep(*state, "qwen3/model.torchscript-op17-eager.onnx", options, 4);
+  sweep(*state, "qwen3_moe/model.dynamo-op23-sdpa-batched_mm.onnx", options, 4);
+}
+
+static void full_training_is_made_again(void **state) {
+  eg_trainer_options options = options_of(128, 2);
+  options.full = 1;
+  sweep(*state, "gpt2/model.dynamo-op20-eager.onnx", options, 4);
+}
+
+static void padded_batches_are_made_again(void **state) {
+  eg_trainer_options options = options_of(128, 2);
+  options.packing = EG_PACKING_OFF;
+  sweep(*state, "qwen2/model.dynamo-op23-sdpa.onnx", options, 4);
+}
+
+static void rebuilt_metadata_is_made_again(void **state) {
+  eg_trainer_options options = options_of(128, 1);
+  options.packing_cache = EG_PACKING_CACHE_REBUILD;
+  sweep(*state, "llama/model.genai-int4.onnx", options, 4);
+}
+
+/* Adapters of the upper layer alone: nothing below them has a backward pass. */
+static void blocks_below_the_first_adapter_stay(void **state) {
+  eg_trainer_options options = options_of(128, 1);
+  options.targets = "layers.1.self_attn.q_proj,layers.1.mlp.up_proj";
+  sweep(*state, "llama/model.torchscript-op17-eager.onnx", options, 4);
+}
+
+#define TEST(name) cmocka_unit_test_setup_teardown(name, api_setup, api_teardown)
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      TEST(budgets_are_held_by_a_dense_model),  TEST(budgets_are_held_by_a_model_of_experts),
+      TEST(plain_operators_are_made_again),     TEST(full_training_is_made_again),
+      TEST(padded_batches_are_made_again),      TEST(rebuilt_metadata_is_made_again),
+      TEST(blocks_below_the_first_adapter_stay)};
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}

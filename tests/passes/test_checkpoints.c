@@ -1,0 +1,146 @@
+/* Blocks and what becomes of them: where the boundaries of a training graph are found, what is made again for the
+ * backward pass and behind which Barrier, and that no other pass undoes it. That numbers stay the same is
+ * api/test_checkpoints.c's matter. */
+#include "support_passes.h"
+
+#include "passes/checkpoint.h"
+
+#include <stdio.h>
+#include <string.h>
+
+/* Two blocks x + down(tanh(norm(x) · up)) between an embedding and a head. */
+#define BLOCK(x, y, i)                                                                                         \
+  "[\"/layers." i "/norm/RMSNormalization\"] n" i " = RMSNormalization (" x ", s) "                            \
+  "[\"/layers." i "/up/MatMul\"] u" i " = MatMul (n" i ", w) [\"/layers." i "/Tanh\"] t" i " = Tanh (u" i ") " \
+  "[\"/layers." i "/down/MatMul\"] d" i " = MatMul (t" i ", v) [\"/layers." i "/Add\"] " y " = Add (" x ", d" i ")\n"
+#define WEIGHTS                                                                                              \
+  "<float[5,2] t = {1,2,3,4,5,6,7,8,9,0}, float[2] s = {1,2}, float[2,3] w = {1,2,3,4,5,6}, float[3,2] v = " \
+  "{6,5,4,3,2,1}, float[2,5] h = {0,9,8,7,6,5,4,3,2,1}>"
+static const char *const model =
+    "(int64[batch,sequence] input_ids) => (float[batch,sequence,5] logits)\n"
+    "" WEIGHTS "\n"
+    "{ x0 = Gather (t, input_ids)\n" BLOCK("x0", "x1", "0") BLOCK("x1", "x2", "1") "logits = MatMul (x2, h) }";
+
+/* Differentiated, with adapters on every `up`. */
+static void make_graph(pass_fixture *fixture) {
+  static const egi_adapter_target targets[2] = {{"layers.0.up", 1, 1}, {"layers.1.up", 1, 1}};
+  const egi_adapt_options adapt = {.adapters = targets, .n_adapters = 2, .has_gradient = true};
+  pass_graph(fixture, model);
+  pass_run(fixture, "name_modules,append_loss,graft_adapters,differentiate,eliminate_common,eliminate_dead", &adapt);
+}
+
+static void run_rung(pass_fixture *fixture, uint32_t rung) {
+  static const char *const names[] = {"buffer_checkpoints"};
+  const egi_checkpoint_options checkpoints = {.rung = rung};
+  const egi_pipeline_options options = {.checkpoints = &checkpoints};
+  assert_int_equal(egi_passes_run(fixture->graph, names, 1, &options, NULL), EG_OK);
+}
+
+/* The input and the gradient of each block, by what makes them. */
+static void blocks_lie_between_values_that_all_comes_through(void **state) {
+  pass_fixture *fixture = *state;
+  egi_blocks blocks;
+  make_graph(fixture);
+  assert_int_equal(egi_blocks_find(fixture->graph, &fixture->arena, &blocks), EG_OK);
+  const egi_graph *graph = fixture->graph;
+  assert_int_equal(blocks.count, 4); /* the head, and the sum of what it gives */
+  assert_string_equal(graph->values[blocks.blocks[0].input].name, "x0");
+  assert_string_equal(graph->values[blocks.blocks[1].input].name, "x1");
+  assert_string_equal(graph->values[blocks.blocks[2].input].name, "x2");
+  assert_string_equal(blocks.blocks[1].scope, "layers.1.norm");
+  egi_value_id first = blocks.blocks[0].gradient, second = blocks.blocks[1].gradient;
+  assert_true(first != 0 && second != 0);
+  assert_int_equal(graph->nodes[graph->values[second].producer].op, EGI_OP_MatMul); /* Tanh's, behind down */
+  assert_int_equal(graph->nodes[graph->values[first].producer].op, EGI_OP_MatMul);
+  assert_string_equal(graph->nodes[graph->values[first].producer].scope, "layers.0.down");
+  assert_int_equal(blocks.blocks[2].gradient, 0);
+}
+
+/* Nodes of an operator that are made again. */
+static unsigned count_again(const pass_fixture *fixture, egi_op op) {
+  const egi_graph *graph = fixture->graph;
+  unsigned count = 0;
+  for (egi_node_id id = 1; id < graph->n_nodes; id++)
+    count += graph->nodes[id].op == op && strstr(graph->nodes[id].name, "/again") != NULL;
+  return count;
+}
+
+static void norms_and_activations_are_made_again_first(void **state) {
+  pass_fixture *fixture = *state;
+  make_graph(fixture);
+  run_rung(fixture, 1); /* nothing flows below the first block: its input is not there, and its norm stays */
+  assert_int_equal(pass_count(fixture, EGI_OP_Barrier), 0);
+  make_graph(fixture);
+  run_rung(fixture, 2);
+  assert_int_equal(count_again(fixture, EGI_OP_RMSNormalization), 1); /* the adapter's gradient reads it */
+  assert_int_equal(pass_count(fixture, EGI_OP_Barrier), 1);
+  assert_int_equal(count_again(fixture, EGI_OP_Linear) + count_again(fixture, EGI_OP_MatMul), 0);
+}
+
+static void whole_blocks_are_made_again_from_their_inputs(void **state) {
+  pass_fixture *fixture = *state;
+  make_graph(fixture);
+  unsigned n_products = pass_count(fixture, EGI_OP_MatMul), n_tanh = pass_count(fixture, EGI_OP_Tanh);
+  run_rung(fixture, 4);
+  assert_int_equal(count_again(fixture, EGI_OP_Tanh), 2);
+  assert_int_equal(pass_count(fixture, EGI_OP_Tanh), n_tanh + 2);
+  assert_int_equal(pass_count(fixture, EGI_OP_Barrier), 2);
+  assert_int_equal(pass_count(fixture, EGI_OP_MatMul), n_products + 4); /* up and the adapter's first; not down */
+  make_graph(fixture);
+  run_rung(fixture, 5); /* both from x0: down of the first, too */
+  assert_int_equal(pass_count(fixture, EGI_OP_Barrier), 1);
+  assert_int_equal(pass_count(fixture, EGI_OP_MatMul), n_products + 5);
+}
+
+/* Once made, neither the passes that clean up nor a second run change it. */
+static void nothing_undoes_it(void **state) {
+  pass_fixture *fixture = *state;
+  static const char *const clean = "eliminate_common,eliminate_identity,fold_constants,eliminate_dead";
+  make_graph(fixture);
+  pass_run(fixture, clean, NULL);
+  run_rung(fixture, 4);
+  unsigned n_nodes = fixture->graph->n_nodes;
+  pass_run(fixture, clean, NULL);
+  pass_run_settled(fixture, "buffer_checkpoints");
+  assert_int_equal(fixture->graph->n_nodes, n_nodes);
+  assert_int_equal(pass_count(fixture, EGI_OP_Barrier), 2);
+  make_graph(fixture);
+  run_rung(fixture, 0);
+  assert_int_equal(pass_count(fixture, EGI_OP_Barrier), 0);
+}
+
+static void a_graph_without_a_loss_is_refused(void **state) {
+  pass_fixture *fixture = *state;
+  pass_graph(fixture, model);
+  assert_int_equal(pass_try(fixture, "buffer_checkpoints", NULL), EG_ERROR_ARGUMENT);
+  pass_expect_error(fixture, "append_loss comes first");
+}
+
+/* A value that leads past both blocks leaves no boundary between them. */
+static void a_way_past_joins_blocks(void **state) {
+  pass_fixture *fixture = *state;
+  egi_blocks blocks;
+  static const egi_adapter_target target = {"layers.0.up", 1, 1};
+  const egi_adapt_options adapt = {.adapters = &target, .n_adapters = 1, .has_gradient = true};
+  pass_graph(fixture, "(int64[batch,sequence] input_ids) => (float[batch,sequence,5] logits)\n"
+                      "" WEIGHTS "\n"
+                      "{ x0 = Gather (t, input_ids)\n" BLOCK("x0", "x1", "0")
+                          BLOCK("x1", "x2", "1") "x3 = Mul (x2, x0) logits = MatMul (x3, h) }");
+  pass_run(fixture, "name_modules,append_loss,graft_adapters,differentiate,eliminate_common,eliminate_dead", &adapt);
+  assert_int_equal(egi_blocks_find(fixture->graph, &fixture->arena, &blocks), EG_OK);
+  assert_int_equal(blocks.count, 3);
+  assert_string_equal(fixture->graph->values[blocks.blocks[0].input].name, "x0");
+  assert_string_equal(fixture->graph->values[blocks.blocks[1].input].name, "x3");
+}
+
+#define TEST(name) cmocka_unit_test_setup_teardown(name, pass_set_up, pass_tear_down)
+
+int main(void) {
+  const struct CMUnitTest tests[] = {TEST(blocks_lie_between_values_that_all_comes_through),
+                                     TEST(norms_and_activations_are_made_again_first),
+                                     TEST(whole_blocks_are_made_again_from_their_inputs),
+                                     TEST(nothing_undoes_it),
+                                     TEST(a_graph_without_a_loss_is_refused),
+                                     TEST(a_way_past_joins_blocks)};
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
