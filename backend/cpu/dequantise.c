@@ -2,22 +2,8 @@
  * elements with one scale is one loop. */
 #include "backend/cpu/dequantise.h"
 
-/* FP4 has a sign, two bits of exponent and one of mantissa, scaled to [-1, 1]; NF4 has the quantiles of a normal
- * distribution (Dettmers et al. 2023, arXiv:2305.14314, appendix E). */
-static const float levels_of[2][16] = {
-    {0.0F, 0.005208333333F, 0.66666667F, 1.0F, 0.33333333F, 0.5F, 0.16666667F, 0.25F, 0.0F, -0.005208333333F,
-     -0.66666667F, -1.0F, -0.33333333F, -0.5F, -0.16666667F, -0.25F},
-    {-1.0F, -0.6961928009986877F, -0.5250730514526367F, -0.39491748809814453F, -0.28444138169288635F,
-     -0.18477343022823334F, -0.09105003625154495F, 0.0F, 0.07958029955625534F, 0.16093020141124725F,
-     0.24611230194568634F, 0.33791524171829224F, 0.44070982933044434F, 0.5626170039176941F, 0.7229568362236023F, 1.0F}};
-
-const float *egi_bnb4_levels(int64_t quant_type) {
-  return levels_of[quant_type == 1];
-}
-
-static unsigned code_at(const uint8_t *codes, unsigned bits, bool is_high_first, int64_t index) {
+static unsigned code_at(const uint8_t *codes, unsigned bits, int64_t index) {
   unsigned per_byte = 8 / bits, place = (unsigned)(index % per_byte);
-  if (is_high_first) place = per_byte - 1 - place;
   return (unsigned)codes[index / per_byte] >> (place * bits) & ((1u << bits) - 1u);
 }
 
@@ -54,8 +40,7 @@ static block block_at(const egi_quantised *m, int64_t row, int64_t column) {
   int64_t r = row / m->block_rows, c = m->group_index ? m->group_index[column] : column / m->block_columns;
   b.scale = float_at(m->scales, m->scale_dtype, r * m->scale_row_stride + c * m->scale_column_stride);
   int64_t index = r * m->zero_row_stride + c * m->zero_column_stride;
-  if (m->zero_kind == EGI_ZERO_CODES)
-    b.zero = number_of(code_at(m->zeros, m->bits, false, index), m->bits, m->is_signed);
+  if (m->zero_kind == EGI_ZERO_CODES) b.zero = number_of(code_at(m->zeros, m->bits, index), m->bits, m->is_signed);
   if (m->zero_kind == EGI_ZERO_FLOATS) b.zero = float_at(m->zeros, m->zero_dtype, index);
   return b;
 }
@@ -83,11 +68,11 @@ static void convert_pairs(const uint8_t *codes, int64_t n_bytes, block b, float 
 
 static void convert_run(const egi_quantised *m, int64_t index, int64_t n, block b, float *out) {
   int64_t i = 0;
-  if (m->levels) {
-    for (; i < n; i++) out[i] = m->levels[code_at(m->codes, 4, m->is_high_first, index + i)] * b.scale;
+  if (m->has_levels) {
+    egi_four_bit_decode(m->levels, m->codes, (uint64_t)index, (size_t)n, b.scale, out);
     return;
   }
-  bool is_plain = !m->is_signed && !m->is_high_first;
+  bool is_plain = !m->is_signed;
   if (m->bits == 4 && is_plain && index % 2 == 0) {
     convert_pairs(m->codes + index / 2, n / 2, b, out);
     i = n / 2 * 2;
@@ -97,7 +82,7 @@ static void convert_run(const egi_quantised *m, int64_t index, int64_t n, block 
     for (; i < n; i++) out[i] = ((float)codes[i] - b.zero) * b.scale;
   }
   for (; i < n; i++) {
-    unsigned code = code_at(m->codes, m->bits, m->is_high_first, index + i);
+    unsigned code = code_at(m->codes, m->bits, index + i);
     out[i] = (number_of(code, m->bits, m->is_signed) - b.zero) * b.scale;
   }
 }

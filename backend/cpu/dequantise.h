@@ -3,6 +3,7 @@
 #define ENGRAFT_BACKEND_CPU_DEQUANTISE_H
 
 #include "backend/cpu/cpu.h"
+#include "base/blockwise.h"
 
 /* What stands between code and value: (code - zero) · scale, or levels[code] · scale. */
 typedef enum egi_zero_kind { EGI_ZERO_NUMBER, EGI_ZERO_CODES, EGI_ZERO_FLOATS } egi_zero_kind;
@@ -13,9 +14,10 @@ typedef struct egi_quantised {
   int64_t rows, columns;
   const uint8_t *codes;
   unsigned bits; /* 2, 4 or 8 */
-  bool is_signed, is_high_first;
+  bool is_signed;
   int64_t code_row_stride;
-  const float *levels; /* [16]; NULL: codes are numbers */
+  bool has_levels; /* 4-bit codes of `levels`, the first of a byte in the high half; else codes are numbers */
+  egi_four_bit levels;
   const void *scales;
   eg_dtype scale_dtype; /* f32, f16, bf16 or f64 */
   int64_t block_rows, block_columns, scale_row_stride, scale_column_stride;
@@ -37,7 +39,5 @@ typedef struct egi_quantised_part {
 /* The values of a part, rows `out_stride` floats apart. f32 arithmetic, one rounding for the difference, one for the
  * product: the same for every order of calls. */
 void egi_dequantise(const egi_quantised *matrix, const egi_quantised_part *part, float *out, int64_t out_stride);
-/* Levels of the two 4-bit types of bitsandbytes (quant_type 0 FP4, 1 NF4). */
-const float *egi_bnb4_levels(int64_t quant_type);
 
 #endif

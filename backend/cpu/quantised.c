@@ -50,9 +50,9 @@ static bool read_bnb4(const reader *r, egi_quantised *q) {
   int64_t count = q->rows * q->columns;
   q->flat_block = egi_node_int(node, "block_size", 0);
   q->bits = 4;
-  q->is_high_first = true;
   q->code_row_stride = q->columns;
-  q->levels = egi_bnb4_levels(egi_node_int(node, "quant_type", 1));
+  q->has_levels = true;
+  q->levels = egi_node_int(node, "quant_type", 1) == EGI_FOUR_BIT_FP4 ? EGI_FOUR_BIT_FP4 : EGI_FOUR_BIT_NF4;
   return q->flat_block > 0 && r->at[EGI_LINEAR_WEIGHT]->dtype == EG_DTYPE_U8 &&
          has_count(r->at[EGI_LINEAR_WEIGHT], ceil_divide(count, 2)) &&
          has_count(r->at[EGI_LINEAR_SCALES], ceil_divide(count, q->flat_block));
