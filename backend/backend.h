@@ -109,6 +109,7 @@ typedef struct egi_plan_options {
   const egi_binding *bindings; /* every symbol of the graph's inputs */
   size_t n_bindings;
   uint64_t memory_budget; /* bytes for transient buffers; 0: none */
+  uint64_t host_budget;   /* bytes for what is offloaded; 0: none */
   bool *out_is_dynamic;   /* may be NULL; set when the plan fails since shapes or the course depend on data */
 } egi_plan_options;
 
@@ -125,7 +126,17 @@ typedef struct egi_plan_bytes {
   uint64_t transient; /* size of the buffer all values and workspace share */
   uint64_t workspace; /* largest of one node */
   uint64_t fixed;     /* values computed once, when the session is made */
+  uint64_t inputs;    /* staging of the graph's inputs */
+  uint64_t known;     /* contents that the planner worked out, kept on a device that has memory of its own */
+  uint64_t pinned;    /* host memory for what is offloaded */
 } egi_plan_bytes;
+
+/* What moves between device and host in one run. */
+typedef struct egi_plan_transfers {
+  uint32_t n_offloads, n_reloads;
+  uint32_t n_slots; /* most of the reloaded tensors that are on the device at a time */
+  uint64_t offloaded_bytes, reloaded_bytes;
+} egi_plan_transfers;
 
 /* Resolves shapes with the bindings, checks recorded assumptions, chooses kernels and views, orders streams, places
  * buffers. All nodes without a kernel or with unsupported types are named in one error, before anything is allocated
@@ -134,6 +145,7 @@ eg_status egi_plan_create(eg_context *ctx, const egi_graph *graph, const egi_bac
                           const egi_plan_options *options, egi_plan **out_plan);
 void egi_plan_destroy(egi_plan *plan);
 void egi_plan_get_bytes(const egi_plan *plan, egi_plan_bytes *out_bytes);
+void egi_plan_get_transfers(const egi_plan *plan, egi_plan_transfers *out_transfers);
 /* One line a step, for tests and `engraft plan`. */
 void egi_plan_print(const egi_plan *plan, egi_text *out);
 

@@ -261,6 +261,19 @@ static eg_status cost_optimizer(const operands *o, egi_cost *cost) {
   return EG_OK;
 }
 
+/* The device reads, the link carries. */
+static eg_status cost_offload(const operands *o, egi_cost *cost) {
+  double size = bytes(output_at(o, 0));
+  *cost = (egi_cost){.read_bytes = size, .to_host_bytes = size};
+  return EG_OK;
+}
+
+static eg_status cost_reload(const operands *o, egi_cost *cost) {
+  double size = bytes(output_at(o, 0));
+  *cost = (egi_cost){.written_bytes = size, .to_device_bytes = size};
+  return EG_OK;
+}
+
 static const cost_rule rules[EGI_OP_COUNT] = {
 #define COST(symbol, rule) [EGI_OP_##symbol] = cost_##rule,
 #include "backend/costs.def"

@@ -7,6 +7,10 @@ static void touch(egi_storage *storage, unsigned stream, uint32_t sequence) {
   if (sequence > storage->last[stream]) storage->last[stream] = sequence;
 }
 
+static bool is_placed(const egi_storage *storage) {
+  return storage->kind == EGI_STORAGE_TRANSIENT || storage->kind == EGI_STORAGE_HOST;
+}
+
 void egi_plan_lifetimes(egi_planner *planner, const egi_order *order) {
   egi_plan *plan = planner->plan;
   for (uint32_t i = 0; i < order->n_steps; i++) {
@@ -14,7 +18,7 @@ void egi_plan_lifetimes(egi_planner *planner, const egi_order *order) {
     if (step->kind != EGI_STEP_RUN) continue;
     for (uint32_t k = 0; k < step->n_inputs + step->n_outputs; k++) {
       egi_storage *storage = &plan->storages[plan->operands[step->first_operand + k].storage];
-      if (storage->kind != EGI_STORAGE_TRANSIENT) continue;
+      if (!is_placed(storage)) continue;
       if (storage->is_fixed && !order->is_fixed) {
         storage->kind = EGI_STORAGE_FIXED; /* made by the set-up, read by the run */
       } else {
@@ -25,7 +29,7 @@ void egi_plan_lifetimes(egi_planner *planner, const egi_order *order) {
   }
   for (uint32_t i = 0; i < planner->graph->n_outputs; i++) {
     egi_storage *storage = &plan->storages[plan->outputs[i].storage];
-    if (storage->kind != EGI_STORAGE_TRANSIENT) continue;
+    if (!is_placed(storage)) continue;
     if (storage->is_fixed)
       storage->kind = EGI_STORAGE_FIXED;
     else
@@ -130,15 +134,15 @@ static bool is_used(const egi_storage *storage) {
   return false;
 }
 
-eg_status egi_plan_offsets(egi_planner *planner, const egi_order *order, uint64_t *out_size) {
+eg_status egi_plan_offsets(egi_planner *planner, const egi_order *order, egi_storage_kind kind, uint64_t *out_size) {
   egi_plan *plan = planner->plan;
   egi_item *items = EGI_NEW(&planner->arena, egi_item, (size_t)plan->n_storages);
   uint32_t n = 0;
   if (items == NULL) return EG_ERROR_MEMORY;
   for (uint32_t i = 1; i < plan->n_storages; i++) {
     const egi_storage *storage = &plan->storages[i];
-    bool is_item = storage->kind == EGI_STORAGE_TRANSIENT && storage->is_fixed == order->is_fixed &&
-                   storage->root == i && storage->size_bytes > 0 && is_used(storage);
+    bool is_item = storage->kind == kind && storage->is_fixed == order->is_fixed && storage->root == i &&
+                   storage->size_bytes > 0 && is_used(storage);
     if (!is_item) continue;
     items[n] = (egi_item){.storage = i, .size_bytes = egi_align(storage->size_bytes)};
     memcpy(items[n].last, storage->last, sizeof(items[n].last));
@@ -148,7 +152,7 @@ eg_status egi_plan_offsets(egi_planner *planner, const egi_order *order, uint64_
   for (uint32_t i = 0; i < n; i++) plan->storages[items[i].storage].offset_bytes = items[i].offset_bytes;
   for (uint32_t i = 1; i < plan->n_storages; i++) {
     egi_storage *storage = &plan->storages[i];
-    if (storage->root == i || storage->is_fixed != order->is_fixed) continue;
+    if (storage->root == i || storage->is_fixed != order->is_fixed || storage->kind != kind) continue;
     storage->offset_bytes = plan->storages[storage->root].offset_bytes + storage->root_offset;
   }
   return EG_OK;

@@ -58,8 +58,8 @@ static eg_status place_others(egi_planner *planner) {
   for (uint32_t i = 1; i < plan->n_storages; i++) {
     egi_storage *storage = &plan->storages[i];
     if (!is_referenced[i]) continue;
-    uint64_t *total = storage->kind == EGI_STORAGE_KNOWN   ? &plan->known_bytes
-                      : storage->kind == EGI_STORAGE_INPUT ? &plan->input_bytes
+    uint64_t *total = storage->kind == EGI_STORAGE_KNOWN   ? &plan->bytes.known
+                      : storage->kind == EGI_STORAGE_INPUT ? &plan->bytes.inputs
                       : storage->kind == EGI_STORAGE_FIXED ? &plan->bytes.fixed
                                                            : NULL;
     if (total != NULL) {
@@ -113,15 +113,42 @@ static uint64_t saved_bytes(const egi_planner *planner, const egi_order *order) 
   return sum;
 }
 
+/* The node that writes the largest piece of a kind. */
+static const char *find_largest(const egi_planner *planner, egi_storage_kind kind, uint64_t *out_bytes) {
+  const egi_plan *plan = planner->plan;
+  const char *name = "";
+  *out_bytes = 0;
+  for (uint32_t i = 0; i < planner->n_steps; i++) {
+    const egi_step *step = &planner->steps[i];
+    const egi_node *node = &planner->graph->nodes[step->node];
+    for (uint32_t k = 0; k < step->n_outputs && !step->is_dead && step->kind == EGI_STEP_RUN; k++) {
+      const egi_storage *storage = &plan->storages[plan->operands[step->first_operand + step->n_inputs + k].storage];
+      if (storage->kind != kind || storage->size_bytes <= *out_bytes) continue;
+      *out_bytes = storage->size_bytes;
+      name = node->name != NULL && node->name[0] != '\0' ? node->name : egi_op_get(node->op)->name;
+    }
+  }
+  return name;
+}
+
 static eg_status check_budget(const egi_planner *planner) {
   const egi_plan_bytes *bytes = &planner->plan->bytes;
-  uint64_t budget = planner->options->memory_budget;
+  uint64_t budget = planner->options->memory_budget, host_budget = planner->options->host_budget, largest;
+  const char *graph = planner->graph->name != NULL ? planner->graph->name : "";
+  if (host_budget != 0 && bytes->pinned > host_budget) {
+    const char *name = find_largest(planner, EGI_STORAGE_HOST, &largest);
+    return egi_fail(planner->ctx, EG_ERROR_BUDGET,
+                    "graph \"%s\" needs %" PRIu64 " bytes of host memory for what is offloaded, the budget is %" PRIu64
+                    " (largest: node \"%s\", %" PRIu64 ")",
+                    graph, bytes->pinned, host_budget, name, largest);
+  }
   if (budget == 0 || bytes->transient <= budget) return EG_OK;
+  const char *name = find_largest(planner, EGI_STORAGE_TRANSIENT, &largest);
   return egi_fail(planner->ctx, EG_ERROR_BUDGET,
                   "graph \"%s\" needs %" PRIu64 " bytes for activations and workspace, the budget is %" PRIu64
-                  " (kept for the backward pass: %" PRIu64 ", largest workspace: %" PRIu64 ")",
-                  planner->graph->name != NULL ? planner->graph->name : "", bytes->transient, budget, bytes->saved,
-                  bytes->workspace);
+                  " (kept for the backward pass: %" PRIu64 ", largest workspace: %" PRIu64
+                  ", largest result: node \"%s\", %" PRIu64 ")",
+                  graph, bytes->transient, budget, bytes->saved, bytes->workspace, name, largest);
 }
 
 /* ---- all of it ------------------------------------------------------------------------------------------------ */
@@ -141,8 +168,10 @@ static eg_status make(egi_planner *planner) {
   egi_plan_lifetimes(planner, &main);
   egi_plan_in_place(planner, &setup);
   egi_plan_in_place(planner, &main);
-  EG_TRY(egi_plan_offsets(planner, &setup, &setup_bytes));
-  EG_TRY(egi_plan_offsets(planner, &main, &main_bytes));
+  EG_TRY(egi_plan_offsets(planner, &setup, EGI_STORAGE_TRANSIENT, &setup_bytes));
+  EG_TRY(egi_plan_offsets(planner, &main, EGI_STORAGE_TRANSIENT, &main_bytes));
+  EG_TRY(egi_plan_offsets(planner, &main, EGI_STORAGE_HOST, &plan->bytes.pinned));
+  EG_TRY(egi_plan_count_transfers(planner, &main));
   plan->bytes.transient = setup_bytes > main_bytes ? setup_bytes : main_bytes;
   plan->bytes.saved = saved_bytes(planner, &main);
   EG_TRY(place_others(planner));

@@ -15,12 +15,13 @@
 
 typedef enum egi_storage_kind {
   EGI_STORAGE_NONE,
-  EGI_STORAGE_WEIGHT,   /* index: weight of the module */
-  EGI_STORAGE_STATE,    /* index: pool; the offset is in that pool */
-  EGI_STORAGE_INPUT,    /* index: position of the graph input */
-  EGI_STORAGE_KNOWN,    /* bytes known when the plan is made */
-  EGI_STORAGE_FIXED,    /* computed when a session is made, kept */
-  EGI_STORAGE_TRANSIENT /* in the buffer that is used again and again; is_fixed: during set-up */
+  EGI_STORAGE_WEIGHT,    /* index: weight of the module */
+  EGI_STORAGE_STATE,     /* index: pool; the offset is in that pool */
+  EGI_STORAGE_INPUT,     /* index: position of the graph input */
+  EGI_STORAGE_KNOWN,     /* bytes known when the plan is made */
+  EGI_STORAGE_FIXED,     /* computed when a session is made, kept */
+  EGI_STORAGE_TRANSIENT, /* in the buffer that is used again and again; is_fixed: during set-up */
+  EGI_STORAGE_HOST       /* as TRANSIENT, in a buffer in host memory: what Offload writes */
 } egi_storage_kind;
 
 /* A piece of memory. Accesses are counted for each stream of the list it is used in, in sequence numbers from 1;
@@ -98,8 +99,8 @@ struct egi_plan {
   uint32_t *weights;            /* the weights that are used, ascending */
   uint32_t n_weights;
   bool uses_states;
-  uint64_t known_bytes, input_bytes;
   egi_plan_bytes bytes;
+  egi_plan_transfers transfers;
 };
 
 /* ---- the planner ---------------------------------------------------------------------------------------------- */
@@ -185,7 +186,10 @@ eg_status egi_plan_emit(egi_planner *planner, const egi_order *order, egi_step_l
 /* placement.c */
 void egi_plan_lifetimes(egi_planner *planner, const egi_order *order);
 void egi_plan_in_place(egi_planner *planner, const egi_order *order);
-eg_status egi_plan_offsets(egi_planner *planner, const egi_order *order, uint64_t *out_size);
+/* Of one kind, TRANSIENT or HOST. */
+eg_status egi_plan_offsets(egi_planner *planner, const egi_order *order, egi_storage_kind kind, uint64_t *out_size);
+/* transfers.c: what Offload and Reload move, and how many of the reloaded tensors are on the device at a time. */
+eg_status egi_plan_count_transfers(egi_planner *planner, const egi_order *order);
 
 /* One thing to place: may use the bytes of others whose last uses (for each stream) are within `start`. */
 typedef struct egi_item {

@@ -5,7 +5,7 @@
 #include "backend/plan.h"
 
 static void print_place(const egi_plan *plan, const egi_layout *layout, egi_text *out) {
-  static const char *const kinds[] = {"none", "weight", "state", "input", "known", "fixed", "transient"};
+  static const char *const kinds[] = {"none", "weight", "state", "input", "known", "fixed", "transient", "host"};
   const egi_storage *storage = &plan->storages[layout->storage];
   const egi_module *module = plan->graph->module;
   uint64_t offset = layout->offset_bytes;
@@ -88,8 +88,9 @@ void egi_plan_print(const egi_plan *plan, egi_text *out) {
   const egi_plan_bytes *bytes = &plan->bytes;
   egi_text_format(out,
                   "weights %" PRIu64 " states %" PRIu64 " saved %" PRIu64 " transient %" PRIu64 " workspace %" PRIu64
-                  " fixed %" PRIu64 "\n",
-                  bytes->weights, bytes->states, bytes->saved, bytes->transient, bytes->workspace, bytes->fixed);
+                  " fixed %" PRIu64 " inputs %" PRIu64 " known %" PRIu64 " pinned %" PRIu64 "\n",
+                  bytes->weights, bytes->states, bytes->saved, bytes->transient, bytes->workspace, bytes->fixed,
+                  bytes->inputs, bytes->known, bytes->pinned);
   print_list(plan, &plan->setup, "setup", out);
   print_list(plan, &plan->main, "run", out);
   for (uint32_t i = 0; i < plan->graph->n_outputs; i++) {

@@ -38,21 +38,23 @@ static eg_status add_extra(egi_planner *planner, const egi_layout *layout, uint3
   return EG_OK;
 }
 
-static eg_status add_buffer(egi_planner *planner, const egi_tensor *tensor, bool is_fixed, egi_layout *out_layout) {
+static eg_status add_buffer(egi_planner *planner, egi_storage_kind kind, const egi_tensor *tensor, bool is_fixed,
+                            egi_layout *out_layout) {
   uint64_t size_bytes = 0;
   egi_layout layout = {.tensor = *tensor};
   egi_tensor_set_contiguous(&layout.tensor);
   (void)egi_dtype_bytes(tensor->dtype, (uint64_t)egi_tensor_count(tensor), &size_bytes);
-  EG_TRY(egi_plan_add_storage(planner, EGI_STORAGE_TRANSIENT, size_bytes, &layout.storage));
+  EG_TRY(egi_plan_add_storage(planner, kind, size_bytes, &layout.storage));
   planner->plan->storages[layout.storage].is_fixed = is_fixed;
   *out_layout = layout;
   return EG_OK;
 }
 
-/* The stream a node runs on: 0 computes, 1 copies towards the host, 2 towards the device. Nothing but an attribute puts
- * a node elsewhere; operators that move data get their rows here. */
+/* The stream a node runs on: 0 computes, 1 copies towards the host, 2 towards the device. An attribute puts any node
+ * elsewhere. */
 static unsigned stream_of(const egi_node *node) {
-  int64_t stream = egi_node_int(node, "engraft_stream", 0);
+  int64_t usual = node->op == EGI_OP_Offload ? 1 : node->op == EGI_OP_Reload ? 2 : 0;
+  int64_t stream = egi_node_int(node, "engraft_stream", usual);
   return stream > 0 && stream < (int64_t)EGI_N_STREAMS ? (unsigned)stream : 0;
 }
 
@@ -66,7 +68,7 @@ static eg_status add_copy(egi_planner *planner, egi_node_id node, const egi_layo
   }
   egi_step *step = NULL;
   egi_layout layout;
-  EG_TRY(add_buffer(planner, &from->tensor, is_fixed, &layout));
+  EG_TRY(add_buffer(planner, EGI_STORAGE_TRANSIENT, &from->tensor, is_fixed, &layout));
   EG_TRY(egi_plan_add_step(planner,
                            &(egi_step){.kind = EGI_STEP_RUN,
                                        .is_fixed = is_fixed,
@@ -223,15 +225,17 @@ static eg_status resolve_inputs(egi_planner *planner, egi_node_id id, const egi_
 static eg_status add_outputs(egi_planner *planner, const egi_node *node, const egi_step *step) {
   egi_layout *operands = planner->plan->operands + step->first_operand;
   bool is_update = step->kernel != NULL && (step->kernel->flags & EGI_KERNEL_UPDATES_0);
+  bool is_host = node->op == EGI_OP_Offload && !step->is_fixed;
   for (uint32_t i = 0; i < node->n_outputs; i++) {
     egi_value_id value = node->outputs[i];
-    egi_layout *out = &operands[node->n_inputs + i];
+    egi_layout *out = &operands[step->n_inputs + i];
     if (value == 0) continue;
     if (is_update && i == 0) {
       *out = operands[0];
       out->after = 0;
     } else {
-      EG_TRY(add_buffer(planner, &planner->values[value].tensor, step->is_fixed, out));
+      EG_TRY(add_buffer(planner, is_host ? EGI_STORAGE_HOST : EGI_STORAGE_TRANSIENT, &planner->values[value].tensor,
+                        step->is_fixed, out));
     }
     if (!planner->is_known[value]) planner->values[value] = *out;
   }
@@ -277,8 +281,8 @@ static eg_status add_kernel_step(egi_planner *planner, egi_node_id id) {
   return note_narrow_cast(planner, node);
 }
 
-/* Barrier: the input's own memory, for readers that come after everything the node waits for. */
-static eg_status add_order(egi_planner *planner, egi_node_id id) {
+/* Input 0 as it lies, for readers that come after all inputs. */
+static eg_status add_order(egi_planner *planner, egi_node_id id, egi_layout *out_view) {
   const egi_node *node = &planner->graph->nodes[id];
   egi_step *step = NULL;
   bool is_fixed = planner->is_fixed[node->outputs[0]];
@@ -295,16 +299,44 @@ static eg_status add_order(egi_planner *planner, egi_node_id id) {
     if (!planner->is_known[value]) EG_TRY(egi_plan_leaf(planner, value));
     planner->plan->operands[step->first_operand + i] = planner->values[value];
   }
-  egi_layout view = planner->values[node->inputs[0]];
-  view.after = planner->n_steps;
-  set_view(planner, node->outputs[0], &view);
+  *out_view = planner->values[node->inputs[0]];
+  out_view->after = planner->n_steps;
   return EG_OK;
+}
+
+static eg_status add_barrier(egi_planner *planner, egi_node_id id) {
+  egi_layout view;
+  EG_TRY(add_order(planner, id, &view));
+  set_view(planner, planner->graph->nodes[id].outputs[0], &view);
+  return EG_OK;
+}
+
+/* Reload reads input 0 alone: the others are an order, so that none of them lives longer for it. */
+static eg_status add_reload(egi_planner *planner, egi_node_id id) {
+  const egi_node *node = &planner->graph->nodes[id];
+  egi_layout from;
+  egi_step *step = NULL;
+  bool is_fixed = planner->is_fixed[node->outputs[0]];
+  EG_TRY(add_order(planner, id, &from));
+  EG_TRY(egi_plan_add_step(planner,
+                           &(egi_step){.kind = EGI_STEP_RUN,
+                                       .stream = is_fixed ? 0 : stream_of(node),
+                                       .is_fixed = is_fixed,
+                                       .is_dead = !has_work(planner, node),
+                                       .node = id,
+                                       .kernel = planner->backend->find_kernel(node->op),
+                                       .n_inputs = 1,
+                                       .n_outputs = 1},
+                           &step));
+  planner->plan->operands[step->first_operand] = from;
+  return add_outputs(planner, node, step);
 }
 
 static eg_status add_node(egi_planner *planner, egi_node_id id) {
   const egi_node *node = &planner->graph->nodes[id];
   bool is_view = false;
-  if (node->op == EGI_OP_Barrier) return add_order(planner, id);
+  if (node->op == EGI_OP_Barrier) return add_barrier(planner, id);
+  if (node->op == EGI_OP_Reload) return add_reload(planner, id);
   if (node->op == EGI_OP_Concat) EG_TRY(add_single_concat(planner, node, &is_view));
   if (!is_view) EG_TRY(add_view(planner, id, &is_view));
   return is_view ? EG_OK : add_kernel_step(planner, id);

@@ -4,17 +4,16 @@
 
 #include "backend/plan.h"
 
-struct egi_scratch {
-  egi_store *store;
-  void *memory;
-  uint64_t size_bytes;
-};
-
-/* Device memory of one purpose. */
+/* Memory of one purpose. */
 typedef struct block {
   void *memory;
   uint64_t size_bytes;
 } block;
+
+struct egi_scratch {
+  egi_store *store;
+  block transient, pinned;
+};
 
 struct egi_session {
   eg_context *ctx;
@@ -25,7 +24,7 @@ struct egi_session {
   egi_scratch *scratch, *own_scratch;
   egi_arena arena;
   egi_tensor *tensors; /* by operand of the plan */
-  const void *bound_scratch;
+  const void *bound_transient, *bound_pinned;
   bool is_bound;
   block inputs, fixed, known;
 };
@@ -53,29 +52,29 @@ eg_status egi_scratch_create(eg_context *ctx, egi_store *store, egi_scratch **ou
   return EG_OK;
 }
 
-static void scratch_free_memory(egi_scratch *scratch) {
-  if (scratch->memory == NULL) return;
-  egi_store_backend(scratch->store)
-      ->release(egi_store_device(scratch->store), EGI_PURPOSE_STEP, scratch->memory, (size_t)scratch->size_bytes);
-  scratch->memory = NULL;
-  scratch->size_bytes = 0;
+static void scratch_free(egi_scratch *scratch, egi_purpose purpose, block *owned) {
+  if (owned->memory == NULL) return;
+  const egi_backend *backend = egi_store_backend(scratch->store);
+  backend->release(egi_store_device(scratch->store), purpose, owned->memory, (size_t)owned->size_bytes);
+  *owned = (block){0};
 }
 
 void egi_scratch_destroy(egi_scratch *scratch) {
   if (scratch == NULL) return;
   eg_context *ctx = egi_store_context(scratch->store);
-  scratch_free_memory(scratch);
+  scratch_free(scratch, EGI_PURPOSE_STEP, &scratch->transient);
+  scratch_free(scratch, EGI_PURPOSE_PINNED, &scratch->pinned);
   egi_release(ctx, EGI_PURPOSE_GRAPH, scratch, sizeof(*scratch));
 }
 
-static eg_status scratch_grow(egi_scratch *scratch, uint64_t size_bytes) {
-  if (size_bytes <= scratch->size_bytes) return EG_OK;
+static eg_status scratch_grow(egi_scratch *scratch, egi_purpose purpose, uint64_t size_bytes, block *owned) {
+  if (size_bytes <= owned->size_bytes) return EG_OK;
   const egi_backend *backend = egi_store_backend(scratch->store);
   egi_device *device = egi_store_device(scratch->store);
   EG_TRY(backend->synchronize(device));
-  scratch_free_memory(scratch);
-  EG_TRY(backend->allocate(device, EGI_PURPOSE_STEP, (size_t)size_bytes, &scratch->memory));
-  scratch->size_bytes = size_bytes;
+  scratch_free(scratch, purpose, owned);
+  EG_TRY(backend->allocate(device, purpose, (size_t)size_bytes, &owned->memory));
+  owned->size_bytes = size_bytes;
   return EG_OK;
 }
 
@@ -107,7 +106,10 @@ static eg_status storage_address(const egi_session *session, uint32_t id, uint8_
     base = session->fixed.memory;
     break;
   case EGI_STORAGE_TRANSIENT:
-    base = session->scratch->memory;
+    base = session->scratch->transient.memory;
+    break;
+  case EGI_STORAGE_HOST:
+    base = session->scratch->pinned.memory;
     break;
   default:
     break;
@@ -137,10 +139,14 @@ static eg_status bind_steps(egi_session *session, const egi_step_list *list) {
 }
 
 static eg_status bind(egi_session *session) {
-  if (session->is_bound && session->bound_scratch == session->scratch->memory) return EG_OK;
+  const egi_scratch *scratch = session->scratch;
+  bool is_moved =
+      session->bound_transient != scratch->transient.memory || session->bound_pinned != scratch->pinned.memory;
+  if (session->is_bound && !is_moved) return EG_OK;
   EG_TRY(bind_steps(session, &session->plan->setup));
   EG_TRY(bind_steps(session, &session->plan->main));
-  session->bound_scratch = session->scratch->memory;
+  session->bound_transient = scratch->transient.memory;
+  session->bound_pinned = scratch->pinned.memory;
   session->is_bound = true;
   return EG_OK;
 }
@@ -232,13 +238,15 @@ static eg_status make(egi_session *session) {
     session->scratch = session->own_scratch;
   }
   for (uint32_t i = 0; i < plan->n_weights; i++) EG_TRY(egi_store_load(session->store, plan->weights[i], &ignored));
-  EG_TRY(block_allocate(session, plan->input_bytes, EGI_PURPOSE_DATA, &session->inputs));
+  EG_TRY(block_allocate(session, plan->bytes.inputs, EGI_PURPOSE_DATA, &session->inputs));
   EG_TRY(block_allocate(session, plan->bytes.fixed, EGI_PURPOSE_STEP, &session->fixed));
   if (!session->backend->is_host) {
-    EG_TRY(block_allocate(session, plan->known_bytes, EGI_PURPOSE_STEP, &session->known));
+    EG_TRY(block_allocate(session, plan->bytes.known, EGI_PURPOSE_STEP, &session->known));
     EG_TRY(upload_known(session));
   }
-  EG_TRY(scratch_grow(session->scratch, plan->bytes.transient));
+  egi_scratch *scratch = session->scratch;
+  EG_TRY(scratch_grow(scratch, EGI_PURPOSE_STEP, plan->bytes.transient, &scratch->transient));
+  EG_TRY(scratch_grow(scratch, EGI_PURPOSE_PINNED, plan->bytes.pinned, &scratch->pinned));
   EG_TRY(bind(session));
   EG_TRY(run_list(session, &plan->setup));
   return session->backend->synchronize(session->device);

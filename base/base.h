@@ -51,6 +51,7 @@ typedef enum egi_purpose {
   EGI_PURPOSE_TRAINABLE, /* adapters or trained weights, gradients, optimizer */
   EGI_PURPOSE_STEP,      /* activations and workspace of a plan */
   EGI_PURPOSE_DATA,      /* datasets, staging */
+  EGI_PURPOSE_PINNED,    /* tensors that a plan moved off the device; a backend makes it fast to copy from and to */
   EGI_PURPOSE_COUNT
 } egi_purpose;
 

@@ -380,6 +380,8 @@ static const egi_kernel kernels[] = {
     {"Mul", SI | P0, NULL, run_Mul, NULL},
     {"Neg", SI | SO | P0, NULL, run_Neg, NULL},
     {"Identity", SI | SO, NULL, run_Identity, NULL},
+    {"Offload", SI, NULL, run_Identity, NULL},
+    {"Reload", SI | SO, NULL, run_Identity, NULL},
     {"Reshape", SI, NULL, run_Identity, NULL},
     {"Concat", SI | SO, prepare_concat, run_Concat, NULL},
     {"Softmax", SO, prepare_softmax, run_Softmax, NULL},

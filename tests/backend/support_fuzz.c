@@ -205,6 +205,17 @@ static void add_barrier(fuzz *run) {
   keep(run, emit(run, EGI_OP_Barrier, inputs, 2, NULL));
 }
 
+/* Moved to the host and back, its memory given away meanwhile. */
+static void add_transfer(fuzz *run) {
+  egi_value_id a = pick_late(run), host = egi_emit(&run->emitter, EGI_OP_Offload, &a, 1, NULL, 0);
+  for (uint32_t i = draw(run, 3); i > 0; i--) {
+    egi_value_id inputs[2] = {pick(run), host};
+    keep(run, emit(run, EGI_OP_Barrier, inputs, 2, NULL));
+  }
+  egi_value_id inputs[2] = {host, pick(run)};
+  keep(run, egi_emit(&run->emitter, EGI_OP_Reload, inputs, 1 + draw(run, 2), NULL, 0));
+}
+
 /* ---- graphs --------------------------------------------------------------------------------------------------- */
 
 static void add_sources(fuzz *run) {
@@ -248,9 +259,9 @@ static void add_update(fuzz *run) {
 
 egi_module *make_random_graph(eg_context *ctx, uint64_t seed, bool has_streams) {
   typedef void (*adder)(fuzz *);
-  static const adder adders[] = {add_unary,     add_unary,  add_binary, add_binary,  add_binary,
-                                 add_transpose, add_slice,  add_slice,  add_reshape, add_expand,
-                                 add_split,     add_concat, add_concat, add_product, add_barrier};
+  static const adder adders[] = {add_unary,  add_unary,   add_binary,  add_binary,  add_binary, add_transpose,
+                                 add_slice,  add_slice,   add_reshape, add_expand,  add_split,  add_concat,
+                                 add_concat, add_product, add_barrier, add_transfer};
   fuzz made = {.seed = seed, .has_streams = has_streams}, *run = &made;
   assert_int_equal(egi_module_create(ctx, &run->module), EG_OK);
   char name[32];

@@ -114,6 +114,65 @@ static void pieces_behind_a_barrier_wait_for_it(void **state) {
   free(plan);
 }
 
+/* ---- offload -------------------------------------------------------------------------------------------------- */
+
+/* Four values that "backward" reads again in the other order: kept, and moved to the host meanwhile. */
+#define KEPT                                                                                     \
+  HEAD "g (float[64] x) => (float[64] y)\n"                                                      \
+       "{ a1 = Sub (x, x) a2 = Sub (a1, x) a3 = Sub (a2, x) a4 = Sub (a3, x) g4 = Sub (a4, x)\n" \
+       "  g3 = Sub (g4, a3) g2 = Sub (g3, a2) y = Sub (g2, a1) }\n"
+#define MOVED                                                                                              \
+  HEAD "g (float[64] x) => (float[64] y)\n"                                                                \
+       "{ a1 = Sub (x, x) h1 = engraft.Offload (a1) a2 = Sub (a1, x) h2 = engraft.Offload (a2)\n"          \
+       "  b2 = engraft.Barrier (a2, h1) a3 = Sub (b2, x) h3 = engraft.Offload (a3)\n"                      \
+       "  b3 = engraft.Barrier (a3, h2) a4 = Sub (b3, x) b4 = engraft.Barrier (a4, h3) g4 = Sub (b4, x)\n" \
+       "  r3 = engraft.Reload (h3, a4) g3 = Sub (g4, r3) r2 = engraft.Reload (h2, g4)\n"                   \
+       "  g2 = Sub (g3, r2) r1 = engraft.Reload (h1, g3) y = Sub (g2, r1) }\n"
+
+static void offloading_frees_memory_of_the_device(void **state) {
+  char *kept = run_text(*state, KEPT), *moved = run_text(*state, MOVED);
+  assert_non_null(strstr(kept, "transient 1280 "));
+  assert_non_null(strstr(kept, "pinned 0\n"));
+  assert_non_null(strstr(moved, "transient 1024 "));
+  assert_non_null(strstr(moved, "pinned 768\n"));
+  assert_int_equal(count_text(moved, "  1 Offload"), 3);
+  assert_int_equal(count_text(moved, "  2 Reload"), 3);
+  assert_int_equal(count_text(moved, " host+"), 6);
+  free(kept);
+  free(moved);
+}
+
+static void transfers_and_slots_are_counted(void **state) {
+  egi_module *module = parse_graph(*state, MOVED);
+  egi_plan *plan = NULL;
+  egi_plan_transfers transfers;
+  assert_int_equal(egi_plan_create(*state, module->graphs[0], fake_backend(true), NULL, &plan), EG_OK);
+  egi_plan_get_transfers(plan, &transfers);
+  assert_int_equal(transfers.n_offloads, 3);
+  assert_int_equal(transfers.n_reloads, 3);
+  assert_int_equal(transfers.offloaded_bytes, 768);
+  assert_int_equal(transfers.reloaded_bytes, 768);
+  assert_int_equal(transfers.n_slots, 2); /* one is read while the next one comes */
+  egi_plan_destroy(plan);
+  egi_module_destroy(module);
+}
+
+static void budgets_are_held_or_refused(void **state) {
+  egi_module *module = parse_graph(*state, MOVED);
+  egi_plan *plan = NULL;
+  egi_plan_options options = {.memory_budget = 1024, .host_budget = 768};
+  assert_int_equal(egi_plan_create(*state, module->graphs[0], fake_backend(true), &options, &plan), EG_OK);
+  egi_plan_destroy(plan);
+  options.host_budget = 767;
+  assert_int_equal(egi_plan_create(*state, module->graphs[0], fake_backend(true), &options, &plan), EG_ERROR_BUDGET);
+  assert_non_null(strstr(eg_context_error(*state), "768 bytes of host memory"));
+  options = (egi_plan_options){.memory_budget = 1023};
+  assert_int_equal(egi_plan_create(*state, module->graphs[0], fake_backend(true), &options, &plan), EG_ERROR_BUDGET);
+  assert_non_null(strstr(eg_context_error(*state), "needs 1024 bytes"));
+  assert_non_null(strstr(eg_context_error(*state), "largest result: node \"Sub\", 256"));
+  egi_module_destroy(module);
+}
+
 /* ---- states --------------------------------------------------------------------------------------------------- */
 
 typedef struct trained {
@@ -261,6 +320,9 @@ int main(void) {
                                      TEST(pieces_from_several_streams_meet),
                                      TEST(a_barrier_orders_and_copies_nothing),
                                      TEST(pieces_behind_a_barrier_wait_for_it),
+                                     TEST(offloading_frees_memory_of_the_device),
+                                     TEST(transfers_and_slots_are_counted),
+                                     TEST(budgets_are_held_or_refused),
                                      TEST(updates_come_after_the_reads_before_them),
                                      TEST(copies_of_a_state_are_made_again_after_its_update),
                                      TEST(states_that_overlap_are_ordered),

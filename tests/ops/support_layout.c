@@ -32,7 +32,7 @@ void ops_case_identity(void **state, egi_op op) {
       begin_exact(&c, state, op);
       ops_tensor *in = ops_add_input(&c, sized_types[t], shapes[s].rank, shapes[s].dims);
       fill_ramp(in);
-      if (op == EGI_OP_Barrier) ops_add_input(&c, EG_DTYPE_F32, 0, NULL);
+      if (op == EGI_OP_Barrier || op == EGI_OP_Reload) ops_add_input(&c, EG_DTYPE_F32, 0, NULL);
       ops_tensor *out = ops_add_output(&c, in->dtype, in->rank, in->dims);
       memcpy(out->values, in->values, (size_t)ops_count(in) * sizeof(double));
       ops_check(&c);

@@ -105,6 +105,8 @@ static const gradient_case cases[] = {
     {"(double[3,4] x) => (double[3,4] y) <int64 k = {1}> { y = Trilu <upper = 0> (x, k) }", -2, 2, 0, 0, NULL},
     {"(double[2,3] x) => (double[2,1,3,1] y) <int64[2] a = {1,3}> { y = Unsqueeze (x, a) }", -2, 2, 0, 0, NULL},
     {"(double[2,3] x, double[1] after) => (double[2,3] y) { y = engraft.Barrier (x, after) }", -2, 2, 0, 0, "after"},
+    {"(double[2,3] x, double[1] after) => (double[2,3] y) { h = engraft.Offload (x) y = engraft.Reload (h, after) }",
+     -2, 2, 0, 0, "after"},
     /* indexing */
     {"(double[3,4] x) => (double[3,4] y) <int64 a = {1}> { y = CumSum <exclusive = 1> (x, a) }", -2, 2, 0, 0, NULL},
     {"(double[3,4] x) => (double[3,4] y) <int64 a = {0}> { y = CumSum <reverse = 1> (x, a) }", -2, 2, 0, 0, NULL},
