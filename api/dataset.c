@@ -40,6 +40,16 @@ eg_status eg_dataset_create(eg_context *context, const eg_document *documents, s
   return wrap(context, copy, out_dataset);
 }
 
+eg_status eg_dataset_create_examples(eg_context *context, const eg_example *examples, size_t n_examples,
+                                     eg_dataset **out_dataset) {
+  egi_documents *copy;
+  if (context == NULL) return EG_ERROR_ARGUMENT;
+  if ((examples == NULL && n_examples > 0) || out_dataset == NULL)
+    return egi_fail(context, EG_ERROR_ARGUMENT, "eg_dataset_create_examples: NULL argument");
+  EG_TRY(egi_documents_copy_examples(context, examples, n_examples, &copy));
+  return wrap(context, copy, out_dataset);
+}
+
 void eg_dataset_destroy(eg_dataset *dataset) {
   egi_dataset_release(dataset);
 }

@@ -243,10 +243,23 @@ typedef struct eg_document {
   uint32_t n_tokens;
 } eg_document;
 
+/* What losses of whole documents learn from, all of a dataset alike: one document with n_numbers numbers (its class,
+ * the labels 0 or 1 of each class, or what a regression gives); two documents with one number, their similarity; or an
+ * anchor, a document like it, and any number of documents unlike it, without a number. The caller owns the arrays. */
+typedef struct eg_example {
+  const eg_document *documents; /* [n_documents]; their labels are for losses of tokens */
+  uint32_t n_documents;
+  const int32_t *const *token_types; /* [n_documents] of [n_tokens]; NULL, or NULL for a document: 0 */
+  const float *numbers;              /* [n_numbers] */
+  uint32_t n_numbers;
+  int is_class; /* the number is the index of a class */
+} eg_example;
+
 typedef struct eg_dataset_options {
   size_t struct_size;
-  int is_text;       /* 0: JSON lines with input_ids and optionally labels or prompt_length; 1: bytes of a text file are
-                        tokens 0..255, cut into documents of `sequence` tokens */
+  int is_text; /* 0: JSON lines with input_ids and optionally labels, prompt_length or label, or examples of several
+                  documents (docs/encoders.md); 1: bytes of a text file are tokens 0..255, cut into documents of
+                  `sequence` tokens */
   uint32_t sequence; /* longest document, longer ones are cut at the end (is_text = 0); 0: unlimited, or 256 for text */
 } eg_dataset_options;
 #define EG_DATASET_OPTIONS_INIT \
@@ -258,6 +271,9 @@ EG_API eg_status eg_dataset_load(eg_context *context, const char *path, const eg
 /* Copies documents made by the caller. */
 EG_API eg_status eg_dataset_create(eg_context *context, const eg_document *documents, size_t n_documents,
                                    eg_dataset **out_dataset);
+/* Copies examples made by the caller. */
+EG_API eg_status eg_dataset_create_examples(eg_context *context, const eg_example *examples, size_t n_examples,
+                                            eg_dataset **out_dataset);
 EG_API void eg_dataset_destroy(eg_dataset *dataset);
 EG_API size_t eg_dataset_document_count(const eg_dataset *dataset);
 
@@ -273,6 +289,27 @@ typedef enum eg_packing {
   EG_PACKING_SEQUENTIAL, /* in file order, a new row where the next document does not fit */
   EG_PACKING_OFF         /* padded batches */
 } eg_packing;
+
+/* What the model learns to give. Means are over a step's trained tokens, documents or examples. */
+typedef enum eg_loss {
+  EG_LOSS_AUTO,           /* by the data and the model: see docs/encoders.md; the log says which */
+  EG_LOSS_NEXT_TOKEN,     /* each token's label from the tokens before it */
+  EG_LOSS_TOKEN,          /* each token's own label: masked language models, classes of tokens */
+  EG_LOSS_CLASSIFICATION, /* one class of a document: cross-entropy */
+  EG_LOSS_MULTI_LABEL,    /* 0 or 1 for each class of a document: binary cross-entropy */
+  EG_LOSS_REGRESSION,     /* numbers of a document: mean squares */
+  EG_LOSS_RANKING,        /* an anchor's match among all the documents of a batch that are no anchors */
+  EG_LOSS_COSINE          /* the cosine of two documents: squares of the difference to their score */
+} eg_loss;
+
+/* How the hidden states of a document's tokens become its embedding. */
+typedef enum eg_pooling {
+  EG_POOLING_AUTO,  /* the model's own output [batch, size] where it is named as an embedding, else the mean */
+  EG_POOLING_MEAN,  /* over the tokens */
+  EG_POOLING_CLS,   /* the first token's */
+  EG_POOLING_LAST,  /* the last token's */
+  EG_POOLING_OUTPUT /* the model's own output [batch, size] */
+} eg_pooling;
 
 /* Where the bounds and positions of packed documents are made; results are equal. */
 typedef enum eg_packing_cache {
@@ -315,22 +352,25 @@ typedef struct eg_trainer_options {
   eg_packing packing;
   eg_packing_cache packing_cache;
   eg_checkpoint checkpoint;
+  eg_loss loss;
+  eg_pooling pooling;      /* of RANKING and COSINE */
+  double similarity_scale; /* of RANKING: cosines are multiplied by it */
 } eg_trainer_options;
 #define EG_TRAINER_OPTIONS_INIT                                                                                   \
   {                                                                                                               \
     sizeof(eg_trainer_options), "cpu", EG_DTYPE_F32, 0, 16, 16.0, "all-linear", NULL, EG_LORA_INIT_DEFAULT, 2e-4, \
         EG_SCHEDULE_CONSTANT, 0.0, 0.0, 0.9, 0.999, 1e-8, 1.0, 2048, 1, 0, 1.0, 0, 0, 0, EG_PACKING_AUTO,         \
-        EG_PACKING_CACHE_ON, EG_CHECKPOINT_AUTO                                                                   \
+        EG_PACKING_CACHE_ON, EG_CHECKPOINT_AUTO, EG_LOSS_AUTO, EG_POOLING_AUTO, 20.0                              \
   }
 
 /* What a step did. */
 typedef struct eg_step_report {
   uint64_t step;        /* counted from 1 */
-  double loss;          /* mean over the step's trained tokens, before the update */
+  double loss;          /* mean over the step's trained tokens, documents or examples, before the update */
   double learning_rate; /* used for this update */
   double gradient_norm; /* before clipping */
   uint64_t n_tokens;    /* real tokens, without padding */
-  uint64_t n_targets;   /* trained tokens */
+  uint64_t n_targets;   /* trained tokens, documents or examples */
   double seconds;       /* wall time of the step */
 } eg_step_report;
 
@@ -346,7 +386,7 @@ EG_API uint64_t eg_trainer_step_count(const eg_trainer *trainer);
  * NULL. EG_ERROR_STOPPED leaves the trainer as it was before the step. A loss or gradient that is not finite is
  * EG_ERROR_DATA and leaves the parameters as they were. */
 EG_API eg_status eg_trainer_step(eg_trainer *trainer, eg_step_report *out_report);
-/* Mean loss per trained token over `dataset`, without an update. */
+/* Mean loss per trained token, document or example over `dataset`, without an update. */
 EG_API eg_status eg_trainer_evaluate(eg_trainer *trainer, eg_dataset *dataset, double *out_loss);
 /* Makes the running or next eg_trainer_step() return EG_ERROR_STOPPED. From any thread or signal handler. */
 EG_API void eg_trainer_request_stop(eg_trainer *trainer);

@@ -87,16 +87,30 @@ eg_status egi_peft_write(eg_context *ctx, const char *directory, const egi_peft_
 
 /* ---- datasets ------------------------------------------------------------------------------------------------- */
 
-/* Documents back to back. labels[i] is the label of token i (not shifted), -100 = none; the first token of each
- * document has -100. */
+/* What documents are trained on. */
+typedef enum egi_documents_kind {
+  EGI_DOCUMENTS_TOKENS,  /* labels of their tokens */
+  EGI_DOCUMENTS_CLASS,   /* a whole number for each document */
+  EGI_DOCUMENTS_NUMBERS, /* one or more numbers for each document */
+  EGI_DOCUMENTS_MATCHES, /* examples of an anchor, a document like it, and any number of documents that are not */
+  EGI_DOCUMENTS_SCORES   /* examples of two documents and a number that says how alike they are */
+} egi_documents_kind;
+
+/* Documents back to back. labels[i] is the label of token i (not shifted), -100 = none. Derived labels leave out the
+ * first token of each document, which nothing predicts. */
 typedef struct egi_documents {
   egi_arena arena;
   const char *path; /* for messages */
+  egi_documents_kind kind;
   int32_t *tokens, *labels;
-  uint64_t *offsets; /* [n_documents + 1] */
-  size_t n_documents;
-  uint64_t n_tokens, n_targets;
-  size_t n_cut; /* documents shortened to `sequence` */
+  int32_t *token_types; /* NULL: all 0 */
+  uint64_t *offsets;    /* [n_documents + 1] */
+  float *numbers;       /* [n_documents, n_numbers]; an example's stand at its first document */
+  uint32_t n_numbers;
+  bool *is_first;                 /* [n_documents]: begins an example; NULL: each does */
+  size_t n_documents, n_labelled; /* n_labelled: with labels of their own, not derived from tokens */
+  uint64_t n_tokens, n_targets;   /* n_targets: labels but those of first tokens */
+  size_t n_cut;                   /* documents shortened to `sequence` */
 } egi_documents;
 eg_status egi_documents_read_jsonl(eg_context *ctx, const char *path, uint32_t sequence, egi_documents **out_documents);
 /* tokens i32 [N], document_offsets i64 [D + 1], loss_mask u8 [N] (optional; 1 = this token is a target). */
@@ -106,12 +120,23 @@ eg_status egi_documents_read_safetensors(eg_context *ctx, const char *path, uint
 eg_status egi_documents_read_text(eg_context *ctx, const char *path, uint32_t sequence, egi_documents **out_documents);
 eg_status egi_documents_copy(eg_context *ctx, const eg_document *documents, size_t count,
                              egi_documents **out_documents);
+eg_status egi_documents_copy_examples(eg_context *ctx, const eg_example *examples, size_t count,
+                                      egi_documents **out_documents);
 void egi_documents_free(egi_documents *documents);
-/* For readers: room for the tokens, to be filled in order; after the tokens and labels of each document (written at
- * offsets[n_documents]) egi_documents_end_document() counts it and clears its first label. */
-eg_status egi_documents_begin(eg_context *ctx, const char *path, size_t n_documents, uint64_t n_tokens,
+/* For readers: room for what is counted, to be filled in order; after the tokens and labels of each document (written
+ * at offsets[n_documents]) egi_documents_end_document() counts it. */
+typedef struct egi_documents_room {
+  size_t n_documents;
+  uint64_t n_tokens;
+  egi_documents_kind kind;
+  uint32_t n_numbers;
+  bool has_types;
+} egi_documents_room;
+eg_status egi_documents_begin(eg_context *ctx, const char *path, const egi_documents_room *room,
                               egi_documents **out_documents);
 void egi_documents_end_document(egi_documents *documents, uint64_t n_tokens);
+/* Labels that are the tokens themselves, from token `first` on, and at least the second. */
+void egi_documents_derive_labels(egi_documents *documents, uint64_t n_tokens, uint64_t first);
 
 /* ---- Hugging Face models -------------------------------------------------------------------------------------- */
 

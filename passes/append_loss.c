@@ -1,6 +1,7 @@
 /* The logits and the loss on them become one: per-row log-probabilities of the labels and minus their sum, as the only
- * outputs. Where the logits come straight from a linear head, head and loss are one operator that never holds all
- * logits. Precondition: inferred, after name_modules. Refused when a graph has a loss already. */
+ * outputs; losses of whole documents stand in append_document_loss.c. Where the logits come straight from a linear
+ * head, head and loss are one operator that never holds all logits. Precondition: inferred, after name_modules. Refused
+ * when a graph has a loss already. */
 #include <string.h>
 
 #include "graph/linear.h"
@@ -135,8 +136,10 @@ static bool find_fusible_head(appender *state, head *out_head, const char **out_
 static eg_status add_labels(appender *state) {
   egi_graph *graph = state->graph;
   egi_value_id tokens = 0;
-  if (egi_graph_find_value(graph, EGI_INPUT_LABELS) != 0)
-    return egi_fail(state->run->ctx, EG_ERROR_ARGUMENT, "the graph has a loss already: \"%s\"", EGI_INPUT_LABELS);
+  bool is_shifted = state->run->adapt == NULL || state->run->adapt->loss != EG_LOSS_TOKEN;
+  const char *name = is_shifted ? EGI_INPUT_LABELS : EGI_INPUT_TOKEN_LABELS;
+  if (egi_graph_find_value(graph, EGI_OUTPUT_LOSS) != 0 || egi_graph_find_value(graph, name) != 0)
+    return egi_fail(state->run->ctx, EG_ERROR_ARGUMENT, "the graph has a loss already: \"%s\"", name);
   const char *message = NULL;
   if (egi_has_pruned_head(graph, &graph->module->arena, &message))
     return egi_fail(state->run->ctx, EG_ERROR_UNSUPPORTED, "%s", message);
@@ -154,7 +157,7 @@ static eg_status add_labels(appender *state) {
                       logits->name, ids->name);
     if (a != b) EG_TRY(egi_dim_assume(table, a, b));
   }
-  return egi_graph_add_input(graph, EGI_INPUT_LABELS, EG_DTYPE_I64, 2, dims, &state->labels);
+  return egi_graph_add_input(graph, name, EG_DTYPE_I64, 2, dims, &state->labels);
 }
 
 /* The labels in the shape of the rows of `like`. */
@@ -185,19 +188,29 @@ static egi_value_id emit_log_probability(appender *state) {
   return egi_emit_binary(emit, EGI_OP_Reshape, results[0], shape);
 }
 
-static eg_status append(appender *state) {
-  egi_graph *graph = state->graph;
+static eg_status append_token_loss(appender *state, egi_value_id *out_loss) {
   EG_TRY(add_labels(state));
   egi_value_id logp = emit_log_probability(state);
   state->emit.scope = NULL;
   const egi_attribute keep_no_dims = egi_attribute_int("keepdims", 0);
   egi_value_id sum = egi_emit(&state->emit, EGI_OP_ReduceSum, &logp, 1, &keep_no_dims, 1);
-  egi_value_id loss = egi_emit_unary(&state->emit, EGI_OP_Neg, sum);
+  *out_loss = egi_emit_unary(&state->emit, EGI_OP_Neg, sum);
   EG_TRY(state->emit.status);
-  EG_TRY(egi_graph_rename_value(graph, logp, EGI_OUTPUT_LOGP));
+  return egi_graph_rename_value(state->graph, logp, EGI_OUTPUT_LOGP);
+}
+
+static eg_status append(appender *state) {
+  egi_graph *graph = state->graph;
+  const egi_adapt_options *adapt = state->run->adapt;
+  egi_value_id loss = 0;
+  if (adapt != NULL && egi_loss_is_of_documents(adapt->loss))
+    EG_TRY(egi_append_document_loss(graph, adapt, &loss));
+  else
+    EG_TRY(append_token_loss(state, &loss));
+  egi_value_id logp = egi_graph_find_value(graph, EGI_OUTPUT_LOGP);
   EG_TRY(egi_graph_rename_value(graph, loss, EGI_OUTPUT_LOSS));
   graph->n_outputs = 0;
-  EG_TRY(egi_graph_add_output(graph, logp));
+  if (logp != 0) EG_TRY(egi_graph_add_output(graph, logp));
   EG_TRY(egi_graph_add_output(graph, loss));
   state->run->report->n_tried = state->run->report->n_matched = 1;
   return EG_OK;

@@ -28,9 +28,12 @@ static bool is_linear(const egi_graph *graph, const egi_operand *operand) {
 /* Two layers inside one module would have one name: the second is told apart by a number, as PEFT can't be either. */
 static eg_status unique_path(lister *state, const egi_linear *linear, const char **out_path) {
   uint32_t index = 0;
-  const char *path = linear->path;
+  const char *path = linear->path, *before = egi_called_before(path, state->arena);
+  if (before && egi_map_get(&state->paths, before, &index) &&
+      egi_same_weight(state->graph, state->list[index].weight, linear->weight))
+    path = before;
   for (unsigned n = 1; egi_map_get(&state->paths, path, &index); n++) {
-    if (state->list[index].weight == linear->weight) break; /* the same module called again */
+    if (state->list[index].weight == linear->weight || path == before) break; /* the same module called again */
     path = egi_arena_format(state->arena, "%s_%u", linear->path, n);
     if (!path) return EG_ERROR_MEMORY;
   }

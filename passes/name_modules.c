@@ -37,9 +37,18 @@ static void append_segment(egi_text *text, const char *segment, size_t length) {
   egi_text_append(text, segment, length);
 }
 
+/* What onnxruntime-genai has inside attn, or its end; other models' attn holds layers of other names. */
+static bool is_inside_attention(const char *path) {
+  static const char *const names[] = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "sinks"};
+  if (*path == '\0') return true;
+  for (size_t i = 0; i < EGI_COUNT(names); i++)
+    if (is_segment(path, names[i])) return true;
+  return false;
+}
+
 /* One segment of an onnxruntime-genai path, with what stands before it written already. `at` is layers.L.<here>. */
 static void append_translated(egi_text *text, const char *at, bool is_in_layer, const char *last) {
-  if (is_in_layer && is_segment(at, "attn")) {
+  if (is_in_layer && is_segment(at, "attn") && is_inside_attention(next_segment(at))) {
     append_segment(text, "self_attn", strlen("self_attn"));
   } else if (is_in_layer && is_segment(at, "moe")) {
     append_segment(text, "mlp", strlen("mlp"));
@@ -124,19 +133,43 @@ static size_t common_length(const char *a, const char *b, size_t limit) {
   return common;
 }
 
-/* Without a head nobody can tell a wrapper from the model's own outermost module. */
+/* The segments that the paths of all operands share with `path`, at most `length` of its bytes. */
+static size_t shared_length(const namer *state, const char *path, size_t length) {
+  for (size_t i = 0; i < state->n_operands && length > 0; i++) {
+    const egi_node *node = &state->graph->nodes[state->operands[i].node];
+    length = has_scope(node) ? common_length(path, node->scope, length) : 0;
+  }
+  return length;
+}
+
+static bool has_logits(const egi_graph *graph) {
+  for (uint32_t i = 0; i < graph->n_outputs; i++)
+    if (strcmp(graph->values[graph->outputs[i]].name, "logits") == 0) return true;
+  return false;
+}
+
+/* Models without a head have several outermost modules, or one of these. */
+static size_t without_outermost(const char *path, size_t length) {
+  static const char *const outermost[] = {"encoder.", "decoder.", "text_model."};
+  for (size_t i = 0; i < EGI_COUNT(outermost); i++) {
+    size_t n = strlen(outermost[i]);
+    bool is_end = length >= n && strncmp(path + length - n, outermost[i], n) == 0;
+    if (is_end && (length == n || path[length - n - 1] == '.')) return length - n;
+  }
+  return length;
+}
+
+/* What wraps the whole model, its head included. */
 static void find_prefix(namer *state) {
   const egi_graph *graph = state->graph;
   egi_node_id head = egi_find_head(graph);
-  if (head == 0 || !has_scope(&graph->nodes[head])) return;
-  const char *path = graph->nodes[head].scope, *last = strrchr(path, '.');
-  size_t length = last ? (size_t)(last - path) + 1 : 0;
-  for (size_t i = 0; i < state->n_operands && length > 0; i++) {
-    const egi_node *node = &graph->nodes[state->operands[i].node];
-    length = has_scope(node) ? common_length(path, node->scope, length) : 0;
-  }
+  if (head == 0 && (has_logits(graph) || state->n_operands == 0)) return;
+  egi_node_id node = head != 0 ? head : state->operands[0].node;
+  if (!has_scope(&graph->nodes[node])) return;
+  const char *path = graph->nodes[node].scope, *last = strrchr(path, '.');
+  size_t length = shared_length(state, path, last ? (size_t)(last - path) + 1 : 0);
   state->prefix = path;
-  state->prefix_length = length;
+  state->prefix_length = head != 0 ? length : without_outermost(path, length);
 }
 
 /* The final form of a raw scope; the same text for the same scope. */

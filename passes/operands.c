@@ -251,6 +251,32 @@ eg_status egi_find_operands(const egi_graph *graph, egi_arena *arena, egi_operan
   return EG_OK;
 }
 
+/* Zeros and ones as they are at first: equal ones are no sign of anything. */
+static bool is_uniform(const egi_tensor *tensor, uint64_t size_bytes) {
+  size_t element = egi_dtype_bits(tensor->dtype) / 8;
+  const uint8_t *bytes = tensor->data;
+  return element == 0 || size_bytes <= element || memcmp(bytes, bytes + element, (size_t)size_bytes - element) == 0;
+}
+
+bool egi_same_weight(const egi_graph *graph, egi_value_id a, egi_value_id b) {
+  egi_tensor x, y;
+  uint64_t size_bytes = 0;
+  if (graph->values[a].index == graph->values[b].index) return true;
+  if (!egi_value_constant(graph, a, &x) || !egi_value_constant(graph, b, &y)) return false;
+  if (x.dtype != y.dtype || x.rank != y.rank) return false;
+  for (int i = 0; i < x.rank; i++)
+    if (x.dims[i] != y.dims[i]) return false;
+  if (!egi_dtype_bytes(x.dtype, (uint64_t)egi_tensor_count(&x), &size_bytes)) return false;
+  return memcmp(x.data, y.data, (size_t)size_bytes) == 0 && !is_uniform(&x, size_bytes);
+}
+
+const char *egi_called_before(const char *path, egi_arena *arena) {
+  size_t length = strlen(path), n = length;
+  while (n > 0 && path[n - 1] >= '0' && path[n - 1] <= '9') n--;
+  if (n == length || n < 2 || path[n - 1] != '_') return NULL;
+  return egi_arena_copy_text(arena, path, n - 1);
+}
+
 /* ---- ends of the model ------------------------------------------------------------------------------------------ */
 
 static bool is_rank_three_float(const egi_graph *graph, egi_value_id id) {
@@ -271,6 +297,9 @@ static egi_value_id carried_input(const egi_graph *graph, const egi_node *node) 
   case EGI_OP_Clip:
   case EGI_OP_LogSoftmax:
   case EGI_OP_AddMatMul:
+  case EGI_OP_Flatten:
+  case EGI_OP_Gather: /* the rows of the last tokens */
+  case EGI_OP_GatherND:
     return node->inputs[0];
   case EGI_OP_Add:
   case EGI_OP_Mul:
@@ -379,6 +408,10 @@ eg_status egi_find_token_input(const egi_graph *graph, egi_value_id *out_input) 
 egi_node_id egi_find_head(const egi_graph *graph) {
   uint32_t count = 0;
   egi_value_id logits = likely_logits(graph, &count);
+  if (logits == 0 && count == 0 && egi_graph_find_value(graph, EGI_OUTPUT_LOSS) == 0) {
+    logits = egi_find_document_logits(graph);
+    if (logits != 0 && egi_is_embedding_name(graph->values[logits].name)) logits = 0;
+  }
   for (egi_node_id id = 1; logits == 0 && id < graph->n_nodes; id++) { /* after append_loss */
     const egi_node *node = &graph->nodes[id];
     if (node->op == EGI_OP_LinearLogProbability) return id;

@@ -12,6 +12,7 @@ typedef struct collector {
   size_t n_operands;
   egi_parameter *list;
   uint32_t count, capacity;
+  egi_value_id *weights;   /* by parameter, as many as there may be */
   uint32_t *use_parameter; /* by operand: its parameter */
   egi_map names;           /* name -> index */
   size_t table, head;      /* operands that may be tied */
@@ -38,11 +39,13 @@ static const char *own_name(const char *name, const char *scope) {
 }
 
 /* A free name: what the module calls it, else the initializer's own, else with a number. */
-static eg_status free_name(collector *state, const char *name, egi_value_id weight, const char **out_name) {
+static eg_status free_name(collector *state, const char *name, egi_value_id weight, bool is_again,
+                           const char **out_name) {
   uint32_t index = 0;
   const char *stem = name;
   for (unsigned n = 0; egi_map_get(&state->names, name, &index); n++) {
     if (state->list[index].weight == state->graph->values[weight].index) break; /* the module called again */
+    if (is_again) break;
     name = n == 0 ? weight_row(state->graph, weight)->name : egi_arena_format(state->arena, "%s_%u", stem, n);
     if (!name) return EG_ERROR_MEMORY;
   }
@@ -50,17 +53,29 @@ static eg_status free_name(collector *state, const char *name, egi_value_id weig
   return EG_OK;
 }
 
+/* SCOPE.leaf, or where that module was called before with the same weight, the name it had then. */
+static const char *scoped_name(const collector *state, const char *scope, const char *leaf, egi_value_id weight,
+                               bool *out_is_again) {
+  uint32_t index = 0;
+  const char *before = egi_called_before(scope, state->arena);
+  const char *name = before ? egi_arena_format(state->arena, "%s.%s", before, leaf) : NULL;
+  *out_is_again =
+      name && egi_map_get(&state->names, name, &index) && egi_same_weight(state->graph, state->weights[index], weight);
+  if (*out_is_again) return name;
+  return egi_arena_format(state->arena, "%s.%s", scope, leaf);
+}
+
 static eg_status name_operand(collector *state, const egi_operand *operand, const char **out_name, bool *out_is_own) {
   const egi_graph *graph = state->graph;
   const char *scope = graph->nodes[operand->node].scope, *raw = weight_row(graph, operand->weight)->name;
-  bool is_expert = operand->role == EGI_ROLE_EXPERTS; /* egi_stack_experts() has named it */
+  bool is_again = false, is_expert = operand->role == EGI_ROLE_EXPERTS; /* egi_stack_experts() has named it */
   const char *name = is_expert ? raw : own_name(raw, scope ? scope : "");
   *out_is_own = name != NULL;
   if (!name && (!scope || !scope[0])) name = raw;
   const char *leaf = operand->role == EGI_ROLE_BIAS ? "bias" : operand->role == EGI_ROLE_SINKS ? "sinks" : "weight";
-  if (!name) name = egi_arena_format(state->arena, "%s.%s", scope, leaf);
+  if (!name) name = scoped_name(state, scope, leaf, operand->weight, &is_again);
   if (!name) return EG_ERROR_MEMORY;
-  return free_name(state, name, operand->weight, out_name);
+  return free_name(state, name, operand->weight, is_again, out_name);
 }
 
 /* ---- ties ------------------------------------------------------------------------------------------------------- */
@@ -169,6 +184,7 @@ static eg_status add_operand(collector *state, size_t index) {
     parameter = state->count;
     EG_TRY(EGI_GROW(state->arena, &state->list, state->count, &state->capacity));
     EG_TRY(egi_map_put(&state->names, name, parameter));
+    state->weights[parameter] = operand->weight;
     state->list[state->count++] = (egi_parameter){.name = name,
                                                   .weight = state->graph->values[operand->weight].index,
                                                   .is_transposed = is_transposed_in_file(state->graph, operand, is_own),
@@ -228,7 +244,8 @@ eg_status egi_find_parameters(const egi_graph *graph, egi_arena *arena, egi_para
   EG_TRY(egi_find_operands(graph, arena, &state.operands, &state.n_operands));
   drop_quantised(&state);
   state.use_parameter = EGI_NEW(arena, uint32_t, state.n_operands);
-  if (!state.use_parameter) return EG_ERROR_MEMORY;
+  state.weights = EGI_NEW(arena, egi_value_id, state.n_operands);
+  if (!state.use_parameter || !state.weights) return EG_ERROR_MEMORY;
   egi_map_init(&state.names, arena);
   bool is_transposed_tie = false;
   bool is_head_tied = find_tie(&state, &is_transposed_tie);

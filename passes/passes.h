@@ -27,6 +27,9 @@ typedef struct egi_adapt_options {
   bool is_full;      /* every parameter becomes a trainable state */
   bool has_gradient; /* false: append_loss for evaluation only */
   bool is_frozen;    /* graft adapters whose values never change: no gradient states are made */
+  eg_loss loss;      /* EG_LOSS_AUTO: of the next token */
+  eg_pooling pooling;
+  double similarity_scale; /* 0: 20 */
 } egi_adapt_options;
 
 /* What buffer_checkpoints is told. */
@@ -180,6 +183,16 @@ eg_status egi_stack_experts(egi_graph *graph);
 eg_status egi_replace_parameter(egi_graph *graph, const egi_parameter *parameter, egi_value_id value);
 /* The logits: the output of that name, or the only float output of rank 3. EG_ERROR_DATA when there is none. */
 eg_status egi_find_logits(const egi_graph *graph, egi_value_id *out_logits);
+/* A row of numbers for each document: float [batch, n] or [batch]; 0: none. */
+egi_value_id egi_find_document_logits(const egi_graph *graph);
+bool egi_is_embedding_name(const char *name);
+/* Embeddings [batch, size], or hidden states [batch, sequence, size] to be pooled. EG_ERROR_DATA when there are none.
+ */
+eg_status egi_find_embedding(const egi_graph *graph, eg_pooling pooling, egi_value_id *out_value);
+/* Whether a loss has a row for each document, not for each token. */
+bool egi_loss_is_of_documents(eg_loss loss);
+/* For append_loss: the inputs and nodes of such a loss. */
+eg_status egi_append_document_loss(egi_graph *graph, const egi_adapt_options *adapt, egi_value_id *out_loss);
 /* Whether the logits are those of the last position alone; the message says so (in `arena`). */
 bool egi_has_pruned_head(const egi_graph *graph, egi_arena *arena, const char **out_message);
 /* The token ids: the input "input_ids", or the only integer input of rank 2 that a Gather takes. */
@@ -263,7 +276,13 @@ typedef struct egi_operand {
 } egi_operand;
 /* All of them in execution order. */
 eg_status egi_find_operands(const egi_graph *graph, egi_arena *arena, egi_operand **out_operands, size_t *out_count);
-/* The node whose linear layer gives the logits, or 0. */
+/* Whether two weights hold the same numbers in the same layout: exporters write a module's weight anew for each call.
+ */
+bool egi_same_weight(const egi_graph *graph, egi_value_id a, egi_value_id b);
+/* "m.dense" of "m.dense_1", as torch's tracer numbers the calls of a module after the first, whose weights it may write
+ * anew; NULL without a number. */
+const char *egi_called_before(const char *path, egi_arena *arena);
+/* The node whose linear layer gives the logits, of tokens or of documents, or 0. */
 egi_node_id egi_find_head(const egi_graph *graph);
 /* A name made of dotted identifiers, as PyTorch names parameters. */
 bool egi_is_parameter_name(const char *name);
@@ -337,7 +356,17 @@ eg_status egi_gradient_require(const egi_gradient *gradient, bool is_met, const 
 /* Names that the adapt stage gives to the values it adds to a graph. */
 #define EGI_INPUT_OFFSETS "engraft.cu_seqlens" /* input i32: where the documents of a row begin, and its length */
 #define EGI_INPUT_LABELS "engraft.labels"      /* input i64 [batch, sequence], shifted: the target of each row */
-#define EGI_OUTPUT_LOGP "engraft.logp"         /* output f32 [batch, sequence]: log-probability of the target */
-#define EGI_OUTPUT_LOSS "engraft.loss"         /* output f32 []: minus the sum of logp over trained tokens */
+#define EGI_INPUT_TOKEN_LABELS                                                                                      \
+  "engraft.token_labels"                            /* input i64 [batch, sequence]: the target of each token itself \
+                                                     */
+#define EGI_INPUT_CLASSES "engraft.classes"         /* input i64 [batch] */
+#define EGI_INPUT_NUMBERS "engraft.numbers"         /* input f32 [batch, n]: what each document should give */
+#define EGI_INPUT_ROW_WEIGHTS "engraft.row_weights" /* input f32 [batch]: 1 for rows that are trained on, else 0 */
+#define EGI_INPUT_POOLING "engraft.pooling"         /* input f32 [batch, sequence]: weights of the tokens */
+#define EGI_INPUT_MATCHES "engraft.matches"         /* input i64 [batch]: the row that an anchor should choose */
+#define EGI_INPUT_CANDIDATES "engraft.candidates"   /* input f32 [batch]: 1 for rows that may be chosen, else 0 */
+#define EGI_INPUT_PARTNERS "engraft.partners"       /* input i64 [batch]: the row that a row is compared with */
+#define EGI_OUTPUT_LOGP "engraft.logp"              /* output f32 [batch, sequence]: log-probability of the target */
+#define EGI_OUTPUT_LOSS "engraft.loss"              /* output f32 []: minus the sum of logp over trained tokens */
 
 #endif

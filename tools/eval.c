@@ -1,4 +1,4 @@
-/* engraft eval: mean loss per trained token over a data file. */
+/* engraft eval: mean loss per trained token, document or example over a data file. */
 #include "tools/tool.h"
 
 #include <math.h>
@@ -8,10 +8,14 @@ static eg_status evaluate(tool *t, const eg_model *model, const eg_dataset *data
   uint64_t tokens = t->values[OPTION_TOKENS].count;
   if (tokens < 2 || tokens > UINT32_MAX) return egi_fail(t->ctx, EG_ERROR_ARGUMENT, "--tokens is out of range");
   const egi_evaluate_options options = {tool_text(t, OPTION_ADAPTER), (uint32_t)tokens,
-                                        tool_is_given(t, OPTION_NO_FUSE)};
+                                        tool_is_given(t, OPTION_NO_FUSE), tool_objective(t)};
   EG_TRY(egi_evaluate_model(model, &options, dataset->documents, &loss));
   const egi_documents *documents = dataset->documents;
-  if (tool_is_given(t, OPTION_JSON))
+  bool is_json = tool_is_given(t, OPTION_JSON);
+  if (documents->kind != EGI_DOCUMENTS_TOKENS)
+    printf(is_json ? "{\"loss\":%.9g,\"documents\":%zu}\n" : "loss %.6f over %zu documents\n", loss,
+           documents->n_documents);
+  else if (is_json)
     printf("{\"loss\":%.9g,\"perplexity\":%.9g,\"documents\":%zu,\"tokens\":%llu,\"targets\":%llu}\n", loss, exp(loss),
            documents->n_documents, (unsigned long long)documents->n_tokens, (unsigned long long)documents->n_targets);
   else

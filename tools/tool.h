@@ -55,6 +55,9 @@ eg_status tool_write_file(tool *t, const char *path,
                           const void *object);
 int tool_write_stream(void *userdata, const void *bytes, size_t size_bytes); /* to a FILE */
 
+/* train_options.c: --loss, --pooling and --similarity-scale. */
+egi_objective tool_objective(const tool *t);
+
 /* train_signals.c: before any thread is made, so that none of them takes SIGINT or SIGTERM. */
 void tool_block_signals(void);
 

@@ -43,6 +43,28 @@ static eg_checkpoint parse_checkpoint(tool *t) {
   return strcmp(text, "off") == 0 ? EG_CHECKPOINT_OFF : EG_CHECKPOINT_RECOMPUTE;
 }
 
+/* Without the option data and model decide. */
+static eg_loss parse_loss(const tool *t) {
+  static const char *const names[] = {"sft", "token", "classification", "multi-label", "regression", "ranking"};
+  const char *text = tool_text(t, OPTION_LOSS);
+  if (!tool_is_given(t, OPTION_LOSS)) return EG_LOSS_AUTO;
+  for (size_t i = 0; i < EGI_COUNT(names); i++)
+    if (strcmp(names[i], text) == 0) return (eg_loss)(EG_LOSS_NEXT_TOKEN + (int)i);
+  return EG_LOSS_COSINE;
+}
+
+static eg_pooling parse_pooling(const char *text) {
+  static const char *const names[] = {"auto", "mean", "cls", "last"};
+  for (size_t i = 0; i < EGI_COUNT(names); i++)
+    if (strcmp(names[i], text) == 0) return (eg_pooling)i;
+  return EG_POOLING_OUTPUT;
+}
+
+egi_objective tool_objective(const tool *t) {
+  return (egi_objective){parse_loss(t), parse_pooling(tool_text(t, OPTION_POOLING)),
+                         t->values[OPTION_SIMILARITY_SCALE].number};
+}
+
 static eg_status parse_budget(tool *t, eg_trainer_options *options) {
   const char *text = tool_text(t, OPTION_MEMORY_BUDGET);
   if (strcmp(text, "auto") == 0) return EG_OK;
@@ -67,6 +89,10 @@ eg_status training_options(tool *t, eg_trainer_options *options) {
   options->n_steps = t->values[OPTION_STEPS].count;
   options->n_epochs = t->values[OPTION_EPOCHS].number;
   options->seed = t->values[OPTION_SEED].count;
+  const egi_objective objective = tool_objective(t);
+  options->loss = objective.loss;
+  options->pooling = objective.pooling;
+  options->similarity_scale = objective.similarity_scale;
   options->packing = parse_packing(t);
   options->packing_cache = parse_packing_cache(t);
   options->checkpoint = parse_checkpoint(t);

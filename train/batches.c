@@ -13,15 +13,27 @@ static uint32_t document_length(const egi_documents *documents, size_t index, co
   return length < limits->longest ? (uint32_t)length : limits->longest;
 }
 
-/* The batch that begins at `first`: documents are taken while rows × longest stays within the limits. */
+/* The documents of the example that begins with `first`, and the longest of them. */
+static size_t example_size(const egi_documents *documents, size_t first, const egi_batch_limits *limits,
+                           uint32_t *longest) {
+  size_t n = 0;
+  do {
+    uint32_t length = document_length(documents, first + n, limits);
+    if (length > *longest) *longest = length;
+    n++;
+  } while (documents->is_first != NULL && first + n < documents->n_documents && !documents->is_first[first + n]);
+  return n;
+}
+
+/* The batch that begins at `first`: examples are taken while rows × longest stays within the limits. */
 static egi_batch_range next_batch(const egi_documents *documents, size_t first, const egi_batch_limits *limits) {
   egi_batch_range range = {.first_document = first};
   while (first + range.n_documents < documents->n_documents && range.n_documents < limits->rows) {
-    uint32_t length = document_length(documents, first + range.n_documents, limits);
-    uint32_t longest = length > range.longest ? length : range.longest;
-    if (range.n_documents > 0 && (range.n_documents + 1) * (uint64_t)longest > limits->tokens) break;
+    uint32_t longest = range.longest;
+    size_t n = example_size(documents, first + range.n_documents, limits, &longest);
+    if (range.n_documents > 0 && (range.n_documents + n) * (uint64_t)longest > limits->tokens) break;
     range.longest = longest;
-    range.n_documents++;
+    range.n_documents += n;
   }
   return range;
 }

@@ -81,7 +81,7 @@ static eg_status run_batches(const evaluation *e, double *out_loss) {
     egi_lane *lane;
     uint64_t targets, tokens;
     double loss;
-    egi_batch_count(documents, range, &targets, &tokens);
+    egi_batch_count(e->lanes.inputs.unit, documents, range, &targets, &tokens);
     if (targets == 0) continue;
     EG_TRY(egi_lanes_fill(&e->lanes, documents, range, &lane));
     EG_TRY(egi_lane_run(&e->lanes, lane, &loss));
@@ -95,10 +95,11 @@ static eg_status run_batches(const evaluation *e, double *out_loss) {
 }
 
 eg_status egi_evaluate_graph(egi_machine *machine, const egi_graph *graph, const egi_documents *documents,
-                             uint32_t tokens, double *out_loss) {
+                             uint32_t tokens, eg_pooling pooling, double *out_loss) {
   evaluation e = {.documents = documents};
   egi_arena_init(&e.arena, machine->ctx, EGI_PURPOSE_DATA);
   eg_status status = plan_lanes(&e, machine, graph, tokens);
+  e.lanes.pooling = pooling;
   if (status == EG_OK) status = run_batches(&e, out_loss);
   egi_lanes_close(&e.lanes);
   egi_arena_clear(&e.arena);
@@ -107,16 +108,23 @@ eg_status egi_evaluate_graph(egi_machine *machine, const egi_graph *graph, const
 
 /* ---- without a trainer ---- */
 
-static eg_status adapt(egi_machine *machine, const egi_peft *peft, const egi_documents *documents, egi_arena *arena) {
+static eg_status adapt(egi_machine *machine, const egi_peft *peft, const egi_documents *documents,
+                       egi_objective *objective, egi_arena *arena) {
   static const char *const names[] = {"append_loss", "graft_adapters", "eliminate_dead"};
   egi_inputs inputs;
   egi_vocabulary vocabulary;
   egi_adapters adapters = {.count = 0};
   EG_TRY(egi_inputs_find(machine->graph, arena, &inputs));
-  EG_TRY(egi_vocabulary_find(machine->graph, &inputs, &vocabulary));
+  EG_TRY(egi_objective_choose(machine->graph, &inputs, documents, objective));
+  EG_TRY(egi_vocabulary_find(machine->graph, &inputs, objective->loss, &vocabulary));
   EG_TRY(egi_vocabulary_check(machine->ctx, &vocabulary, documents));
   if (peft != NULL) EG_TRY(egi_adapters_from_peft(machine->graph, peft, arena, &adapters));
-  egi_adapt_options options = {.adapters = adapters.targets, .n_adapters = adapters.count, .is_frozen = true};
+  egi_adapt_options options = {.adapters = adapters.targets,
+                               .n_adapters = adapters.count,
+                               .is_frozen = true,
+                               .loss = objective->loss,
+                               .pooling = objective->pooling,
+                               .similarity_scale = objective->similarity_scale};
   return egi_run_passes(machine->graph, names, EGI_COUNT(names), &options);
 }
 
@@ -130,13 +138,15 @@ eg_status egi_evaluate_model(const eg_model *model, const egi_evaluate_options *
   egi_machine machine;
   egi_arena arena;
   egi_peft *peft = NULL;
+  egi_objective objective = options->objective;
   egi_arena_init(&arena, model->ctx, EGI_PURPOSE_DATA);
   if (options->adapter != NULL) EG_TRY(egi_peft_open(model->ctx, options->adapter, &peft));
   eg_status status = egi_machine_prepare(&machine, model, "cpu", EG_DTYPE_F32);
-  if (status == EG_OK) status = adapt(&machine, peft, documents, &arena);
+  if (status == EG_OK) status = adapt(&machine, peft, documents, &objective, &arena);
   if (status == EG_OK && options->is_expanded) status = egi_machine_expand(&machine);
   if (status == EG_OK) status = allocate(&machine, peft);
-  if (status == EG_OK) status = egi_evaluate_graph(&machine, machine.graph, documents, options->tokens, out_loss);
+  if (status == EG_OK)
+    status = egi_evaluate_graph(&machine, machine.graph, documents, options->tokens, objective.pooling, out_loss);
   egi_machine_close(&machine);
   egi_peft_close(peft);
   egi_arena_clear(&arena);

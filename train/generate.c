@@ -39,7 +39,7 @@ static eg_status check_tokens(const generation *g, const int32_t *tokens, size_t
   egi_arena arena;
   egi_arena_init(&arena, g->runner->ctx, EGI_PURPOSE_DATA);
   eg_status status = egi_inputs_find(graph, &arena, &inputs);
-  if (status == EG_OK) status = egi_vocabulary_find(graph, &inputs, &vocabulary);
+  if (status == EG_OK) status = egi_vocabulary_find(graph, &inputs, EG_LOSS_NEXT_TOKEN, &vocabulary);
   egi_arena_clear(&arena);
   EG_TRY(status);
   for (size_t i = 0; i < n; i++)

@@ -13,8 +13,13 @@ static const role_row role_rows[] = {
     {"input_ids", EGI_FEED_INPUT_IDS},         {"attention_mask", EGI_FEED_ATTENTION_MASK},
     {"input_mask", EGI_FEED_ATTENTION_MASK},   {"mask", EGI_FEED_ATTENTION_MASK},
     {"position_ids", EGI_FEED_POSITION_IDS},   {"positions", EGI_FEED_POSITION_IDS},
-    {"cache_position", EGI_FEED_POSITION_IDS}, {EGI_INPUT_LABELS, EGI_FEED_LABELS},
-    {EGI_INPUT_OFFSETS, EGI_FEED_OFFSETS}};
+    {"cache_position", EGI_FEED_POSITION_IDS}, {"token_type_ids", EGI_FEED_TOKEN_TYPES},
+    {"segment_ids", EGI_FEED_TOKEN_TYPES},     {"input_type_ids", EGI_FEED_TOKEN_TYPES},
+    {EGI_INPUT_LABELS, EGI_FEED_LABELS},       {EGI_INPUT_OFFSETS, EGI_FEED_OFFSETS},
+    {EGI_INPUT_CLASSES, EGI_FEED_CLASSES},     {EGI_INPUT_TOKEN_LABELS, EGI_FEED_TOKEN_LABELS},
+    {EGI_INPUT_NUMBERS, EGI_FEED_NUMBERS},     {EGI_INPUT_ROW_WEIGHTS, EGI_FEED_ROW_WEIGHTS},
+    {EGI_INPUT_POOLING, EGI_FEED_POOLING},     {EGI_INPUT_MATCHES, EGI_FEED_MATCHES},
+    {EGI_INPUT_PARTNERS, EGI_FEED_PARTNERS},   {EGI_INPUT_CANDIDATES, EGI_FEED_CANDIDATES}};
 
 static const egi_value *input_value(const egi_graph *graph, uint32_t input) {
   return &graph->values[graph->inputs[input]];
@@ -33,7 +38,19 @@ static bool fits(egi_feed role, const egi_value *value) {
   switch (role) {
   case EGI_FEED_INPUT_IDS:
   case EGI_FEED_LABELS:
+  case EGI_FEED_TOKEN_LABELS:
+  case EGI_FEED_TOKEN_TYPES:
     return is_whole(value->dtype) && value->rank == 2;
+  case EGI_FEED_CLASSES:
+  case EGI_FEED_MATCHES:
+  case EGI_FEED_PARTNERS:
+    return value->dtype == EG_DTYPE_I64 && value->rank == 1;
+  case EGI_FEED_ROW_WEIGHTS:
+  case EGI_FEED_CANDIDATES:
+    return value->dtype == EG_DTYPE_F32 && value->rank == 1;
+  case EGI_FEED_NUMBERS:
+  case EGI_FEED_POOLING:
+    return value->dtype == EG_DTYPE_F32 && value->rank == 2;
   case EGI_FEED_ATTENTION_MASK:
     return (is_whole(value->dtype) || value->dtype == EG_DTYPE_BOOL || value->dtype == EG_DTYPE_F32) &&
            value->rank == 2;
@@ -93,19 +110,34 @@ static eg_status fixed_size(const egi_graph *graph, uint32_t input, int axis, ui
   return EG_OK;
 }
 
+/* Models that look for the end of each document in its tokens compare them with the one that they are padded with. */
+static int32_t find_padding(const egi_graph *graph, egi_value_id ids) {
+  for (egi_node_id id = 1; id < graph->n_nodes; id++) {
+    const egi_node *node = &graph->nodes[id];
+    double number = 0;
+    if (node->op != EGI_OP_Equal || (node->inputs[0] != ids && node->inputs[1] != ids)) continue;
+    egi_value_id other = node->inputs[node->inputs[0] == ids ? 1 : 0];
+    if (egi_value_scalar(graph, other, &number) && number >= 0 && number <= INT32_MAX) return (int32_t)number;
+  }
+  return -1;
+}
+
 eg_status egi_inputs_find(const egi_graph *graph, egi_arena *arena, egi_inputs *out_inputs) {
   egi_feed *roles = EGI_NEW(arena, egi_feed, graph->n_inputs > 0 ? graph->n_inputs : 1);
   if (roles == NULL) return EG_ERROR_MEMORY;
-  egi_inputs inputs = {.graph = graph, .roles = roles};
+  egi_inputs inputs = {.graph = graph, .roles = roles, .padding = -1};
   for (uint32_t i = 0; i < graph->n_inputs; i++) {
     roles[i] = role_of(input_value(graph, i));
     inputs.is_packed = inputs.is_packed || roles[i] == EGI_FEED_OFFSETS;
+    if (roles[i] == EGI_FEED_TOKEN_LABELS) inputs.unit = EGI_UNIT_TOKEN;
+    if (egi_feed_is_of_documents(roles[i])) inputs.unit = EGI_UNIT_EXAMPLE;
   }
   if (!find_ids(graph, roles, &inputs.ids))
     return egi_fail(graph->module->ctx, EG_ERROR_UNSUPPORTED,
                     "the model has no input \"input_ids\" of type int64 or int32 [batch, sequence]");
   EG_TRY(fixed_size(graph, inputs.ids, 0, &inputs.fixed_batch));
   EG_TRY(fixed_size(graph, inputs.ids, 1, &inputs.fixed_sequence));
+  if (inputs.unit == EGI_UNIT_EXAMPLE) inputs.padding = find_padding(graph, graph->inputs[inputs.ids]);
   *out_inputs = inputs;
   return EG_OK;
 }
@@ -212,6 +244,9 @@ static eg_status bind_role(egi_binder *binder, const egi_inputs *inputs, uint32_
   switch (inputs->roles[input]) {
   case EGI_FEED_INPUT_IDS:
   case EGI_FEED_LABELS:
+  case EGI_FEED_TOKEN_LABELS:
+  case EGI_FEED_TOKEN_TYPES:
+  case EGI_FEED_POOLING:
   case EGI_FEED_ATTENTION_MASK:
     EG_TRY(egi_binder_assign(binder, input, 0, bucket->batch));
     size = inputs->roles[input] == EGI_FEED_ATTENTION_MASK ? binder->past : 0;
@@ -222,6 +257,13 @@ static eg_status bind_role(egi_binder *binder, const egi_inputs *inputs, uint32_
     return egi_binder_assign(binder, input, value->rank - 1, bucket->sequence);
   case EGI_FEED_CACHE:
     return bind_cache(binder, input, bucket->batch);
+  case EGI_FEED_CLASSES:
+  case EGI_FEED_NUMBERS:
+  case EGI_FEED_ROW_WEIGHTS:
+  case EGI_FEED_MATCHES:
+  case EGI_FEED_CANDIDATES:
+  case EGI_FEED_PARTNERS:
+    return egi_binder_assign(binder, input, 0, bucket->batch);
   case EGI_FEED_OFFSETS: /* room for documents of one token */
     return egi_binder_assign(binder, input, 0, (int64_t)bucket->sequence + 1);
   case EGI_FEED_OTHER:

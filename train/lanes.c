@@ -35,6 +35,24 @@ static eg_status plan_lane(egi_lanes *lanes, const egi_backend *backend, egi_lan
   return egi_plan_create(graph->module->ctx, graph, backend, &options, &lane->plan);
 }
 
+/* Numbers of documents may be more than their tokens. */
+static eg_status count_numbers(const egi_lanes *lanes, uint32_t input, size_t *largest) {
+  const egi_graph *graph = lanes->inputs.graph;
+  const egi_value *value = &graph->values[graph->inputs[input]];
+  egi_dims *dims = graph->module->dims;
+  int64_t n = 0;
+  if (lanes->inputs.roles[input] != EGI_FEED_NUMBERS) return EG_OK;
+  if (!egi_dim_value(dims, egi_dim_resolve(dims, value->dims[1]), &n) || n < 0) return EG_OK;
+  for (size_t i = 0; i < lanes->count; i++) {
+    size_t size;
+    if (!egi_size_multiply(lanes->lanes[i].bucket.batch, (size_t)n, &size))
+      return egi_fail(graph->module->ctx, EG_ERROR_BUDGET, "a batch of %u × %lld numbers is too large",
+                      lanes->lanes[i].bucket.batch, (long long)n);
+    if (size > *largest) *largest = size;
+  }
+  return EG_OK;
+}
+
 eg_status egi_lanes_plan(egi_lanes *lanes, const egi_graph *graph, const egi_backend *backend,
                          const egi_bucket *buckets, size_t n_buckets, egi_arena *arena) {
   size_t largest = 1;
@@ -54,6 +72,7 @@ eg_status egi_lanes_plan(egi_lanes *lanes, const egi_graph *graph, const egi_bac
     if (size > largest) largest = size;
     EG_TRY(plan_lane(lanes, backend, &lanes->lanes[i], arena));
   }
+  for (uint32_t i = 0; i < graph->n_inputs; i++) EG_TRY(count_numbers(lanes, i, &largest));
   lanes->numbers = EGI_NEW(arena, int64_t, largest + 1);
   lanes->bytes = EGI_NEW(arena, int64_t, largest + 1);
   return lanes->numbers != NULL && lanes->bytes != NULL ? EG_OK : EG_ERROR_MEMORY;
@@ -77,14 +96,15 @@ void egi_lanes_close(egi_lanes *lanes) {
 
 /* One row of the batch: its document's tokens, or none. */
 typedef struct batch_row {
-  const int32_t *tokens, *labels;
+  const int32_t *tokens, *labels, *types;
   uint32_t length; /* 0: a row beyond the documents */
   int32_t filler;  /* behind the tokens, the last of them: 0 may have an embedding of zeros (PyTorch's padding_idx),
-                      which a norm without an epsilon makes NaN, and a masked key that is NaN spoils its row */
+                      which a norm without an epsilon makes NaN, and a masked key that is NaN spoils its row; the
+                      token that the graph tells padding by where it must find the end of a document */
 } batch_row;
 
 static batch_row get_row(const egi_documents *documents, const egi_batch_range *range, uint32_t index) {
-  batch_row row = {NULL, NULL, 0, 0};
+  batch_row row = {NULL, NULL, NULL, 0, 0};
   size_t document = 0;
   if (range == NULL || range->n_documents == 0) return row;
   if (index >= range->n_documents) {
@@ -96,6 +116,7 @@ static batch_row get_row(const egi_documents *documents, const egi_batch_range *
   uint64_t first = documents->offsets[document], length = documents->offsets[document + 1] - first;
   row.tokens = documents->tokens + first;
   row.labels = documents->labels != NULL ? documents->labels + first : NULL;
+  row.types = documents->token_types != NULL ? documents->token_types + first : NULL;
   row.length = length < range->longest ? (uint32_t)length : range->longest;
   row.filler = row.length > 0 ? row.tokens[row.length - 1] : 0;
   return row;
@@ -108,13 +129,15 @@ static int64_t get_number(egi_feed role, const batch_row *row, uint32_t t) {
     return t < row->length ? row->tokens[t] : row->filler;
   case EGI_FEED_LABELS: /* shifted: what the token at t should predict */
     return t + 1 < row->length && row->labels != NULL ? row->labels[t + 1] : -100;
+  case EGI_FEED_TOKEN_LABELS:
+    return t < row->length && row->labels != NULL ? row->labels[t] : -100;
+  case EGI_FEED_TOKEN_TYPES:
+    return t < row->length && row->types != NULL ? row->types[t] : 0;
   case EGI_FEED_ATTENTION_MASK:
     return row->length == 0 || t < row->length ? 1 : 0;
   case EGI_FEED_POSITION_IDS:
     return t;
-  case EGI_FEED_CACHE:
-  case EGI_FEED_OTHER:
-  case EGI_FEED_OFFSETS:
+  default:
     break;
   }
   return 0;
@@ -126,7 +149,7 @@ static size_t fill_row(const egi_lanes *lanes, egi_feed role, const egi_document
                        const egi_batch_range *range, uint32_t sequence) {
   int64_t *out = lanes->numbers;
   uint32_t used = 0;
-  batch_row row = {NULL, NULL, 0, 0};
+  batch_row row = {NULL, NULL, NULL, 0, 0};
   for (uint32_t r = 0; r < range->n_documents; r++) {
     row = get_row(documents, range, r);
     for (uint32_t t = 0; t < row.length && role != EGI_FEED_OFFSETS; t++) out[used + t] = get_number(role, &row, t);
@@ -139,7 +162,8 @@ static size_t fill_row(const egi_lanes *lanes, egi_feed role, const egi_document
     for (; n <= sequence; n++) out[n] = sequence;
     return (size_t)sequence + 1;
   }
-  for (; used < sequence; used++) out[used] = role == EGI_FEED_LABELS ? -100 : row.filler;
+  bool is_label = role == EGI_FEED_LABELS || role == EGI_FEED_TOKEN_LABELS;
+  for (; used < sequence; used++) out[used] = is_label ? -100 : role == EGI_FEED_TOKEN_TYPES ? 0 : row.filler;
   return sequence;
 }
 
@@ -177,6 +201,9 @@ eg_status egi_lane_fill_input(const egi_lanes *lanes, const egi_lane *lane, uint
   egi_feed role = lanes->inputs.roles[input];
   uint32_t n_rows = egi_input_rows(graph, value, lane->bucket.batch), sequence = lane->bucket.sequence;
   if (role == EGI_FEED_CACHE) return EG_OK; /* holds nothing */
+  if (egi_feed_is_of_documents(role))
+    return egi_session_set_input(lane->session, input, lanes->bytes,
+                                 egi_feed_fill(lanes, &lane->bucket, role, documents, range));
   if (range != NULL && range->order != NULL) {
     size_t count = fill_row(lanes, role, documents, range, sequence);
     return egi_session_set_input(lane->session, input, lanes->bytes,
@@ -184,6 +211,7 @@ eg_status egi_lane_fill_input(const egi_lanes *lanes, const egi_lane *lane, uint
   }
   for (uint32_t r = 0; r < n_rows; r++) {
     batch_row row = get_row(documents, range, r);
+    if (lanes->inputs.padding >= 0) row.filler = lanes->inputs.padding;
     for (uint32_t t = 0; t < sequence; t++) lanes->numbers[(size_t)r * sequence + t] = get_number(role, &row, t);
   }
   size_t size_bytes = egi_numbers_convert(lanes->numbers, (size_t)n_rows * sequence, value->dtype, lanes->bytes);
@@ -208,16 +236,4 @@ eg_status egi_lanes_fill(const egi_lanes *lanes, const egi_documents *documents,
     EG_TRY(egi_lane_fill_input(lanes, best, i, documents, range));
   *out_lane = best;
   return EG_OK;
-}
-
-void egi_batch_count(const egi_documents *documents, const egi_batch_range *range, uint64_t *out_targets,
-                     uint64_t *out_tokens) {
-  uint64_t targets = 0, tokens = 0;
-  for (uint32_t r = 0; r < range->n_documents; r++) {
-    batch_row row = get_row(documents, range, r);
-    tokens += row.length;
-    for (uint32_t t = 1; t < row.length; t++) targets += row.labels[t] != -100;
-  }
-  *out_targets = targets;
-  *out_tokens = tokens;
 }

@@ -71,7 +71,7 @@ void egi_machine_close(egi_machine *machine) {
   memset(machine, 0, sizeof *machine);
 }
 
-/* ---- vocabulary ---- */
+/* ---- tables ---- */
 
 /* Follows casts, reshapes and the like back to the input a value comes from; 0 when it is computed. */
 static egi_value_id source_of(const egi_graph *graph, egi_value_id value) {
@@ -120,25 +120,6 @@ int64_t egi_positions_count(const egi_graph *graph, const egi_inputs *inputs) {
   return smallest;
 }
 
-eg_status egi_vocabulary_find(const egi_graph *graph, const egi_inputs *inputs, egi_vocabulary *out_vocabulary) {
-  egi_value_id logits;
-  EG_TRY(egi_find_logits(graph, &logits));
-  out_vocabulary->n_embeddings = count_rows(graph, graph->inputs[inputs->ids]);
-  out_vocabulary->n_logits = constant_dim(graph, logits, graph->values[logits].rank - 1);
-  return EG_OK;
-}
-
-eg_status egi_vocabulary_check(eg_context *ctx, const egi_vocabulary *vocabulary, const egi_documents *documents) {
-  int64_t n_tokens = vocabulary->n_embeddings > 0 ? vocabulary->n_embeddings : INT64_MAX;
-  int64_t n_labels = vocabulary->n_logits > 0 ? vocabulary->n_logits : INT64_MAX;
-  for (size_t d = 0; d < documents->n_documents; d++)
-    for (uint64_t i = documents->offsets[d]; i < documents->offsets[d + 1]; i++) {
-      bool is_token = documents->tokens[i] >= n_tokens;
-      if (!is_token && documents->labels[i] < n_labels) continue;
-      return egi_fail(ctx, EG_ERROR_DATA, "%s: document %zu, position %llu: %s %d is outside the vocabulary of %lld",
-                      documents->path, d + 1, (unsigned long long)(i - documents->offsets[d] + 1),
-                      is_token ? "token" : "label", is_token ? documents->tokens[i] : documents->labels[i],
-                      (long long)(is_token ? n_tokens : n_labels));
-    }
-  return EG_OK;
+int64_t egi_embedding_count(const egi_graph *graph, const egi_inputs *inputs) {
+  return count_rows(graph, graph->inputs[inputs->ids]);
 }

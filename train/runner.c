@@ -200,7 +200,8 @@ static eg_status make_numbers(const call *c, uint32_t index, int64_t **out_numbe
   int64_t *numbers = EGI_NEW(&c->runner->run_arena, int64_t, count > 0 ? (size_t)count : 1);
   if (numbers == NULL) return EG_ERROR_MEMORY;
   if (is_mask && positions != NULL && positions->rank == 2) EG_TRY(egi_check_positions(c->runner->ctx, positions));
-  if (!is_mask) egi_make_positions(&making, n_rows, numbers);
+  bool is_type = c->roles.roles[index] == EGI_FEED_TOKEN_TYPES;
+  if (!is_mask && !is_type) egi_make_positions(&making, n_rows, numbers);
   for (uint64_t i = 0; is_mask && i < count; i++) numbers[i] = 1;
   *out_numbers = numbers;
   *out_count = (size_t)count;

@@ -1,5 +1,5 @@
 /* One optimizer step: gradients of all micro-batches summed in the pool, then norm, clipping and AdamW. The loss is the
- * sum over trained tokens divided by their number in the whole step; nothing here allocates. */
+ * sum over trained tokens, documents or examples divided by their number in the whole step; nothing here allocates. */
 #include "train/train.h"
 
 #include <inttypes.h>
@@ -19,7 +19,8 @@ static totals count_step(const eg_trainer *trainer) {
   totals sum = {0.0, 0, 0};
   for (uint32_t i = 0; i < trainer->options.accumulate; i++) {
     uint64_t n_targets, n_tokens;
-    egi_batch_count(trainer->dataset->documents, batch_at(trainer, i), &n_targets, &n_tokens);
+    egi_batch_count(trainer->lanes.inputs.unit, trainer->dataset->documents, batch_at(trainer, i), &n_targets,
+                    &n_tokens);
     sum.n_targets += n_targets;
     sum.n_tokens += n_tokens;
   }
@@ -36,7 +37,7 @@ static eg_status run_batch(eg_trainer *trainer, const egi_batch_range *range, to
   uint64_t n_targets, n_tokens;
   egi_lane *lane;
   double loss;
-  egi_batch_count(trainer->dataset->documents, range, &n_targets, &n_tokens);
+  egi_batch_count(trainer->lanes.inputs.unit, trainer->dataset->documents, range, &n_targets, &n_tokens);
   if (n_targets == 0) return EG_OK;
   EG_TRY(egi_lanes_fill(&trainer->lanes, trainer->dataset->documents, range, &lane));
   EG_TRY(egi_lane_run(&trainer->lanes, lane, &loss));
@@ -107,5 +108,6 @@ eg_status egi_trainer_step(eg_trainer *trainer, eg_step_report *out_report) {
 
 eg_status egi_trainer_evaluate(eg_trainer *trainer, const egi_documents *documents, double *out_loss) {
   EG_TRY(egi_vocabulary_check(trainer->ctx, &trainer->vocabulary, documents));
-  return egi_evaluate_graph(&trainer->machine, trainer->evaluation, documents, trainer->options.tokens, out_loss);
+  return egi_evaluate_graph(&trainer->machine, trainer->evaluation, documents, trainer->options.tokens,
+                            trainer->objective.pooling, out_loss);
 }

@@ -74,8 +74,24 @@ typedef enum egi_feed {
   EGI_FEED_POSITION_IDS,   /* [batch, sequence] or [1, sequence] or [sequence]: 0, 1, 2 … in each row */
   EGI_FEED_CACHE,          /* keys and values of earlier tokens: none, a dimension of size 0 */
   EGI_FEED_LABELS,         /* EGI_INPUT_LABELS */
-  EGI_FEED_OFFSETS         /* EGI_INPUT_OFFSETS */
+  EGI_FEED_OFFSETS,        /* EGI_INPUT_OFFSETS */
+  EGI_FEED_TOKEN_TYPES,    /* [batch, sequence] of the data, or 0 */
+  EGI_FEED_TOKEN_LABELS,   /* EGI_INPUT_TOKEN_LABELS and so on; from here to the last, of documents */
+  EGI_FEED_CLASSES,
+  EGI_FEED_NUMBERS,
+  EGI_FEED_ROW_WEIGHTS,
+  EGI_FEED_POOLING,
+  EGI_FEED_MATCHES,
+  EGI_FEED_CANDIDATES,
+  EGI_FEED_PARTNERS
 } egi_feed;
+
+/* What a loss is a mean over. */
+typedef enum egi_unit {
+  EGI_UNIT_NEXT_TOKEN, /* tokens with a label, but the first of each document */
+  EGI_UNIT_TOKEN,      /* tokens with a label */
+  EGI_UNIT_EXAMPLE     /* documents, or examples of several */
+} egi_unit;
 
 typedef struct egi_inputs {
   const egi_graph *graph;
@@ -83,6 +99,8 @@ typedef struct egi_inputs {
   uint32_t ids;                         /* position of input_ids */
   uint32_t fixed_batch, fixed_sequence; /* sizes that the graph prescribes; 0: free */
   bool is_packed;                       /* documents share a row: there are offsets */
+  egi_unit unit;                        /* of the graph's loss */
+  int32_t padding;                      /* token that the graph tells padding by, where its loss is of documents; -1 */
 } egi_inputs;
 /* EG_ERROR_UNSUPPORTED when there is no input_ids or it has an unusual type; roles of the rest may be OTHER. */
 eg_status egi_inputs_find(const egi_graph *graph, egi_arena *arena, egi_inputs *out_inputs);
@@ -116,6 +134,7 @@ typedef struct egi_lanes {
   size_t count;
   int64_t *numbers; /* staging for the largest bucket */
   void *bytes;
+  eg_pooling pooling; /* for EGI_FEED_POOLING; the lanes' maker sets it */
 } egi_lanes;
 /* A document may not be longer than the tables that positions index. */
 eg_status egi_rows_check(const egi_inputs *inputs, const egi_documents *documents, uint32_t longest);
@@ -135,8 +154,12 @@ size_t egi_numbers_convert(const int64_t *numbers, size_t n, eg_dtype dtype, voi
 /* One input of a lane; without documents (NULL) all rows are beyond them: masks of ones, positions. */
 eg_status egi_lane_fill_input(const egi_lanes *lanes, const egi_lane *lane, uint32_t input,
                               const egi_documents *documents, const egi_batch_range *range);
-/* Trained tokens and real tokens of a batch, as far as a lane holds them. */
-void egi_batch_count(const egi_documents *documents, const egi_batch_range *range, uint64_t *out_targets,
+/* feeds.c: inputs of losses of documents, written to the lanes' bytes; returns their number. */
+bool egi_feed_is_of_documents(egi_feed role);
+size_t egi_feed_fill(const egi_lanes *lanes, const egi_bucket *bucket, egi_feed role, const egi_documents *documents,
+                     const egi_batch_range *range);
+/* What is trained on and real tokens of a batch, as far as a lane holds them. */
+void egi_batch_count(egi_unit unit, const egi_documents *documents, const egi_batch_range *range, uint64_t *out_targets,
                      uint64_t *out_tokens);
 
 /* ---- machines ------------------------------------------------------------------------------------------------- */
@@ -162,15 +185,31 @@ eg_status egi_machine_allocate(egi_machine *machine);
 void egi_machine_close(egi_machine *machine);
 eg_status egi_run_passes(egi_graph *graph, const char *const *names, size_t n_names, const egi_adapt_options *adapt);
 
+/* What is learned; `loss` is never EG_LOSS_AUTO once it has been chosen. */
+typedef struct egi_objective {
+  eg_loss loss;
+  eg_pooling pooling;
+  double similarity_scale;
+} egi_objective;
+/* Replaces EG_LOSS_AUTO by what the data and the graph (before the loss is appended) are made for. EG_ERROR_DATA,
+ * EG_ERROR_UNSUPPORTED. */
+eg_status egi_objective_choose(const egi_graph *graph, const egi_inputs *inputs, const egi_documents *documents,
+                               egi_objective *objective);
+
 /* Sizes that tokens and labels must stay below; 0: not known. Read before the loss is appended. */
 typedef struct egi_vocabulary {
+  eg_loss loss;
   int64_t n_embeddings, n_logits;
 } egi_vocabulary;
-eg_status egi_vocabulary_find(const egi_graph *graph, const egi_inputs *inputs, egi_vocabulary *out_vocabulary);
+eg_status egi_vocabulary_find(const egi_graph *graph, const egi_inputs *inputs, eg_loss loss,
+                              egi_vocabulary *out_vocabulary);
+/* Whether all of the data fits the loss and stays inside the tables. EG_ERROR_DATA names the document. */
+eg_status egi_vocabulary_check(eg_context *ctx, const egi_vocabulary *vocabulary, const egi_documents *documents);
+/* Rows of the table that the token ids index; 0: not known. */
+int64_t egi_embedding_count(const egi_graph *graph, const egi_inputs *inputs);
 /* Positions that the tables indexed by position inputs have; 0: not known. */
 /* Those of the tables that packed positions index count too. */
 int64_t egi_positions_count(const egi_graph *graph, const egi_inputs *inputs);
-eg_status egi_vocabulary_check(eg_context *ctx, const egi_vocabulary *vocabulary, const egi_documents *documents);
 
 /* ---- adapters and parameters ---------------------------------------------------------------------------------- */
 
@@ -221,6 +260,7 @@ struct eg_trainer {
   eg_trainer_options options; /* strings in the arena */
   egi_machine machine;        /* its graph is the training graph */
   egi_graph *evaluation, *optimizer;
+  egi_objective objective;
   egi_vocabulary vocabulary;
   egi_adapters adapters;
   uint32_t *parameters; /* states of the module, in order */
@@ -254,9 +294,9 @@ void egi_trainer_bytes(const eg_trainer *trainer, const egi_lanes *lanes, egi_tr
 eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft);
 /* Loss of one filled lane: minus the sum of its log-probabilities. */
 eg_status egi_lane_run(const egi_lanes *lanes, egi_lane *lane, double *out_loss);
-/* Sum of losses and trained tokens over documents, by a graph that gives EGI_OUTPUT_LOSS. */
+/* Mean loss over documents, by a graph that gives EGI_OUTPUT_LOSS. */
 eg_status egi_evaluate_graph(egi_machine *machine, const egi_graph *graph, const egi_documents *documents,
-                             uint32_t tokens, double *out_loss);
+                             uint32_t tokens, eg_pooling pooling, double *out_loss);
 /* Micro-batches and the shapes to plan: rows that documents share where the graph has offsets, else padded ones. */
 typedef struct egi_batches {
   egi_batch_range *ranges;
@@ -296,6 +336,7 @@ typedef struct egi_evaluate_options {
   const char *adapter; /* PEFT folder, NULL: none */
   uint32_t tokens;     /* of a batch */
   bool is_expanded;    /* fused operators as their bodies */
+  egi_objective objective;
 } egi_evaluate_options;
 /* Mean loss over `documents` of the model without a trainer. */
 eg_status egi_evaluate_model(const eg_model *model, const egi_evaluate_options *options, const egi_documents *documents,

@@ -28,6 +28,9 @@ static eg_status check_options(eg_context *ctx, const eg_trainer_options *o) {
   if (o->packing < EG_PACKING_AUTO || o->packing > EG_PACKING_OFF) wrong = "packing";
   if (o->packing_cache < EG_PACKING_CACHE_ON || o->packing_cache > EG_PACKING_CACHE_READBACK) wrong = "packing_cache";
   if (o->checkpoint < EG_CHECKPOINT_AUTO || o->checkpoint > EG_CHECKPOINT_RECOMPUTE) wrong = "checkpoint";
+  if (o->loss < EG_LOSS_AUTO || o->loss > EG_LOSS_COSINE) wrong = "loss";
+  if (o->pooling < EG_POOLING_AUTO || o->pooling > EG_POOLING_OUTPUT) wrong = "pooling";
+  if (!is_within(o->similarity_scale, 1e-6, 1e6)) wrong = "similarity_scale";
   if (o->tokens < 2) wrong = "tokens";
   if (o->accumulate < 1) wrong = "accumulate";
   if (o->n_steps == 0 && !(o->n_epochs > 0.0 && o->n_epochs <= 1e9)) wrong = "n_epochs";
@@ -85,6 +88,7 @@ static eg_status plan_batches(eg_trainer *trainer) {
   EG_TRY(egi_trainer_checkpoint(trainer, &batches));
   EG_TRY(egi_lanes_plan(&trainer->lanes, trainer->machine.graph, trainer->machine.backend, batches.buckets,
                         batches.n_buckets, &trainer->arena));
+  trainer->lanes.pooling = trainer->objective.pooling;
   return report_cut(trainer);
 }
 
@@ -138,7 +142,7 @@ static eg_status check_targets(const eg_trainer *trainer) {
   const egi_documents *documents = trainer->dataset->documents;
   for (size_t i = 0; i < trainer->n_batches; i++) {
     uint64_t n_targets, n_tokens;
-    egi_batch_count(documents, &trainer->batches[i], &n_targets, &n_tokens);
+    egi_batch_count(trainer->lanes.inputs.unit, documents, &trainer->batches[i], &n_targets, &n_tokens);
     if (n_targets > 0) return EG_OK;
   }
   return egi_fail(trainer->ctx, EG_ERROR_DATA, "%s: no token is a target", documents->path);

@@ -12,12 +12,17 @@ static eg_status choose_adapters(eg_trainer *trainer, const egi_peft *peft) {
                              &trainer->adapters);
 }
 
-static eg_status find_vocabulary(eg_trainer *trainer) {
+/* Before documents share rows and the loss is appended. */
+static eg_status choose_objective(eg_trainer *trainer) {
+  const eg_trainer_options *options = &trainer->options;
+  const egi_documents *documents = trainer->dataset->documents;
   egi_inputs inputs;
   EG_TRY(egi_inputs_find(trainer->machine.graph, &trainer->arena, &inputs));
-  EG_TRY(egi_batch_limits_make(&inputs, trainer->options.tokens, &trainer->limits));
-  EG_TRY(egi_vocabulary_find(trainer->machine.graph, &inputs, &trainer->vocabulary));
-  return egi_vocabulary_check(trainer->ctx, &trainer->vocabulary, trainer->dataset->documents);
+  EG_TRY(egi_batch_limits_make(&inputs, options->tokens, &trainer->limits));
+  trainer->objective = (egi_objective){options->loss, options->pooling, options->similarity_scale};
+  EG_TRY(egi_objective_choose(trainer->machine.graph, &inputs, documents, &trainer->objective));
+  EG_TRY(egi_vocabulary_find(trainer->machine.graph, &inputs, trainer->objective.loss, &trainer->vocabulary));
+  return egi_vocabulary_check(trainer->ctx, &trainer->vocabulary, documents);
 }
 
 /* Parameters in order, the parts of fused ones one by one. */
@@ -127,6 +132,11 @@ static eg_status pack_graph(eg_trainer *trainer) {
   const egi_pipeline_options options = {.tokens = trainer->options.tokens};
   egi_pass_report report = {0};
   if (trainer->options.packing == EG_PACKING_OFF) return EG_OK;
+  if (egi_loss_is_of_documents(trainer->objective.loss)) {
+    if (trainer->options.packing == EG_PACKING_AUTO) return EG_OK;
+    return egi_fail(trainer->ctx, EG_ERROR_UNSUPPORTED,
+                    "documents cannot be packed: the loss is of whole documents, each needs a row");
+  }
   EG_TRY(egi_passes_run(trainer->machine.graph, names, 1, &options, &report));
   if (report.nearest_miss == NULL) return EG_OK;
   if (trainer->options.packing != EG_PACKING_AUTO)
@@ -140,13 +150,16 @@ eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
   static const char *const differentiate_passes[] = {"differentiate", "eliminate_common", "eliminate_dead"};
   egi_machine *machine = &trainer->machine;
   EG_TRY(check_static(machine->graph));
+  EG_TRY(choose_objective(trainer));
   EG_TRY(pack_graph(trainer));
-  EG_TRY(find_vocabulary(trainer));
   EG_TRY(choose_adapters(trainer, peft));
   egi_adapt_options adapt = {.adapters = trainer->adapters.targets,
                              .n_adapters = trainer->adapters.count,
                              .is_full = trainer->options.full != 0,
-                             .has_gradient = true};
+                             .has_gradient = true,
+                             .loss = trainer->objective.loss,
+                             .pooling = trainer->objective.pooling,
+                             .similarity_scale = trainer->objective.similarity_scale};
   EG_TRY(egi_run_passes(machine->graph, adapt_passes, EGI_COUNT(adapt_passes), &adapt));
   if (trainer->options.no_fuse) EG_TRY(egi_machine_expand(machine));
   EG_TRY(list_parameters(trainer));

@@ -39,7 +39,7 @@ static eg_status narrow(egi_graph *graph) {
 static eg_status add_unknown(egi_graph *graph) {
   const egi_value_id ids = egi_graph_find_value(graph, "input_ids");
   egi_value_id extra;
-  EG_TRY(egi_graph_add_input(graph, "token_type_ids", EG_DTYPE_I64, 2, graph->values[ids].dims, &extra));
+  EG_TRY(egi_graph_add_input(graph, "feature_ids", EG_DTYPE_I64, 2, graph->values[ids].dims, &extra));
   return egi_graph_rename_value(graph, ids, "tokens"); /* known by the table that it indexes */
 }
 
@@ -191,7 +191,7 @@ static void test_unknown_input(void **state) {
   eg_model *model = changed_model(fixture, add_unknown);
   eg_step_report report;
   assert_int_equal(first_loss(fixture, model, 100, 1, &report), EG_ERROR_UNSUPPORTED);
-  api_expect_error(fixture->ctx, "\"token_type_ids\" int64[batch,sequence]");
+  api_expect_error(fixture->ctx, "\"feature_ids\" int64[batch,sequence]");
   eg_model_destroy(model);
 }
 

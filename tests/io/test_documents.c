@@ -33,6 +33,51 @@ static void test_lines(void **state) {
   egi_documents_free(d);
 }
 
+static void test_numbers(void **state) {
+  egi_documents *d = read_lines(*state, "{\"input_ids\":[1,2],\"label\":2}\n{\"label\":0,\"input_ids\":[3]}\n", 0);
+  assert_int_equal(d->kind, EGI_DOCUMENTS_CLASS);
+  assert_int_equal(d->n_numbers, 1);
+  assert_true(d->numbers[0] >= 2 && d->numbers[0] <= 2 && d->numbers[1] >= 0 && d->numbers[1] <= 0);
+  egi_documents_free(d);
+  d = read_lines(*state,
+                 "{\"input_ids\":[1,2],\"label\":[1e-1,-2.50,3],\"token_type_ids\":[0,1]}\n"
+                 "{\"input_ids\":[3], \"label\" : [ 4E2 , 0.0625, 1234567890123456789012 ] }\n",
+                 0);
+  static const float numbers[] = {0.1F, -2.5F, 3.0F, 400.0F, 0.0625F, 1.234567890123456789e21F};
+  static const int32_t types[] = {0, 1, 0};
+  assert_int_equal(d->kind, EGI_DOCUMENTS_NUMBERS);
+  assert_memory_equal(d->numbers, numbers, sizeof numbers);
+  assert_memory_equal(d->token_types, types, sizeof types);
+  egi_documents_free(d);
+  d = read_lines(*state, "{\"input_ids\":[1,2],\"label\":1}\n{\"input_ids\":[3],\"label\":0.5}\n", 0);
+  assert_int_equal(d->kind, EGI_DOCUMENTS_NUMBERS); /* not all are whole */
+  egi_documents_free(d);
+  d = read_lines(*state, "{\"input_ids\":[1,2],\"label\":\"spam\",\"score\":null}\n", 0);
+  assert_int_equal(d->kind, EGI_DOCUMENTS_TOKENS); /* fields of that name for somebody else */
+  egi_documents_free(d);
+}
+
+static void test_examples(void **state) {
+  egi_documents *d =
+      read_lines(*state,
+                 "{\"positive\":[3],\"negative\":[[4,5],[6]],\"anchor\":[1,2]}\n"
+                 "{\"anchor\":[7],\"positive\":[8,9],\"negative\":[10]}\n{\"anchor\":[1],\"positive\":[2]}",
+                 0);
+  static const int32_t tokens[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1, 2};
+  static const bool is_first[] = {true, false, false, false, true, false, false, true, false};
+  assert_int_equal(d->kind, EGI_DOCUMENTS_MATCHES);
+  assert_int_equal(d->n_documents, EGI_COUNT(is_first));
+  assert_memory_equal(d->tokens, tokens, sizeof tokens);
+  assert_memory_equal(d->is_first, is_first, sizeof is_first);
+  assert_int_equal(d->n_targets, 0);
+  egi_documents_free(d);
+  d = read_lines(*state, "{\"sentence1\":[1,2],\"sentence2\":[3],\"score\":0.5}\n", 1);
+  assert_int_equal(d->kind, EGI_DOCUMENTS_SCORES);
+  assert_int_equal(d->n_tokens, 2);
+  assert_true(d->numbers[0] >= 0.5F && d->numbers[0] <= 0.5F);
+  egi_documents_free(d);
+}
+
 static void test_cut(void **state) {
   egi_documents *d = read_lines(*state, "{\"input_ids\":[1,2,3]}\n{\"input_ids\":[4]}\n{\"input_ids\":[5,6]}\n", 2);
   static const int32_t tokens[] = {1, 2, 4, 5, 6};
@@ -55,6 +100,29 @@ static const bad_line bad_lines[] = {
     {"{\"text\":\"hello\"}", "line 1: no \"input_ids\""},
     {"{\"input_ids\":[]}", "line 1: \"input_ids\" is empty"},
     {"{\"input_ids\":3}", "not an array"},
+    {"{\"input_ids\":[3],\"label\":[]}", "\"label\" holds something that is not a number"},
+    {"{\"input_ids\":[3],\"label\":[1,]}", "\"label\" holds something that is not a number"},
+    {"{\"input_ids\":[3],\"label\":[1,2}", "\"label\" has no closing bracket"},
+    {"{\"input_ids\":[3],\"label\":-}", "\"label\" holds something that is not a number"},
+    {"{\"input_ids\":[3],\"label\":1e999}", "\"label\" holds something that is not a number"},
+    {"{\"input_ids\":[3],\"label\":1.}", "\"label\" holds something that is not a number"},
+    {"{\"input_ids\":[3],\"label\":1,\"label\":2}", "\"label\" stands twice"},
+    {"{\"input_ids\":[3],\"label\":1,\"labels\":[2]}", "both a \"label\" and labels of tokens"},
+    {"{\"input_ids\":[3],\"label\":1}\n{\"input_ids\":[3]}", "line 2: labels of tokens, but the lines before"},
+    {"{\"input_ids\":[3],\"label\":1}\n{\"input_ids\":[3],\"label\":[1,2]}", "line 2: \"label\" has 2 numbers"},
+    {"{\"input_ids\":[3,4],\"token_type_ids\":[1]}", "1 token_type_ids for 2 input_ids"},
+    {"{\"input_ids\":[3],\"score\":1}", "\"score\" without \"sentence1\""},
+    {"{\"anchor\":[1]}", "\"anchor\" without \"positive\""},
+    {"{\"positive\":[1]}", "\"positive\" without \"anchor\""},
+    {"{\"negative\":[1]}", "without \"anchor\""},
+    {"{\"anchor\":[1],\"positive\":[]}", "\"positive\" is empty"},
+    {"{\"anchor\":[1],\"positive\":[2],\"negative\":[]}", "\"negative\" is empty"},
+    {"{\"anchor\":[1],\"positive\":[2],\"negative\":[[3],[]]}", "\"negative\" is empty"},
+    {"{\"anchor\":[1],\"positive\":[2],\"negative\":[[3],[4]}", "\"negative\" has no closing bracket"},
+    {"{\"anchor\":[1],\"positive\":[2],\"sentence1\":[3]}", "beside \"sentence1\""},
+    {"{\"anchor\":[1],\"positive\":[2],\"input_ids\":[3]}", "\"input_ids\" beside an example"},
+    {"{\"sentence1\":[1],\"sentence2\":[2]}", "no \"score\""},
+    {"{\"sentence1\":[1],\"score\":2}", "\"sentence1\" without \"sentence2\""},
     {"{\"input_ids\":[1,\"a\"]}", "not an integer"},
     {"{\"input_ids\":[1.0]}", "not an integer"},
     {"{\"input_ids\":[1e3]}", "not an integer"},
@@ -173,7 +241,7 @@ static void test_copy(void **state) {
   eg_document documents[] = {{ids, NULL, 3}, {ids, labels, 3}};
   egi_documents *d;
   assert_int_equal(egi_documents_copy(fixture->ctx, documents, 2, &d), EG_OK);
-  static const int32_t wanted[] = {-100, 2, 3, -100, -100, 3};
+  static const int32_t wanted[] = {-100, 2, 3, 1, -100, 3};
   assert_memory_equal(d->labels, wanted, sizeof wanted);
   egi_documents_free(d);
   documents[1].labels = bad;
@@ -185,6 +253,8 @@ static void test_copy(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test_setup_teardown(test_lines, io_setup, io_teardown),
+      cmocka_unit_test_setup_teardown(test_numbers, io_setup, io_teardown),
+      cmocka_unit_test_setup_teardown(test_examples, io_setup, io_teardown),
       cmocka_unit_test_setup_teardown(test_cut, io_setup, io_teardown),
       cmocka_unit_test_setup_teardown(test_bad_lines, io_setup, io_teardown),
       cmocka_unit_test_setup_teardown(test_deep_nesting, io_setup, io_teardown),

@@ -113,7 +113,7 @@ static void test_count(void **state) {
   egi_documents documents = {.tokens = labels, .labels = labels, .offsets = offsets, .n_documents = 2};
   egi_batch_range range = {0, 2, 3, NULL};
   uint64_t targets, tokens;
-  egi_batch_count(&documents, &range, &targets, &tokens);
+  egi_batch_count(EGI_UNIT_NEXT_TOKEN, &documents, &range, &targets, &tokens);
   assert_int_equal(tokens, 6);
   assert_int_equal(targets, 3); /* the label behind the cut does not count */
 }
