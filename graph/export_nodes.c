@@ -292,15 +292,27 @@ static eg_status export_weights(egi_exporter *exporter, const egi_graph *graph, 
   return EG_OK;
 }
 
+/* Inputs without a default, then those that have one. */
+static eg_status export_inputs(egi_exporter *exporter, const egi_graph *graph, Onnx__GraphProto *row) {
+  egi_value_id *values = EGI_NEW(&exporter->arena, egi_value_id, (size_t)graph->n_inputs + graph->n_values);
+  if (!values) return EG_ERROR_MEMORY;
+  for (uint32_t i = 0; i < graph->n_inputs; i++) values[i] = graph->inputs[i];
+  row->n_input = graph->n_inputs;
+  for (egi_value_id v = 1; v < graph->n_values; v++) {
+    bool is_weight = graph->values[v].kind == EGI_VALUE_WEIGHT;
+    if (is_weight && exporter->module->weights[graph->values[v].index].is_input) values[row->n_input++] = v;
+  }
+  return export_infos(exporter, graph, values, row->n_input, &row->input);
+}
+
 eg_status egi_export_graph(egi_exporter *exporter, const egi_graph *graph, Onnx__GraphProto **out_graph) {
   Onnx__GraphProto *row = EGI_NEW(&exporter->arena, Onnx__GraphProto, 1);
   if (!row) return EG_ERROR_MEMORY;
   onnx__graph_proto__init(row);
   row->name = egi_export_text(graph->name);
-  row->n_input = graph->n_inputs;
   row->n_output = graph->n_outputs;
   EG_TRY(export_weights(exporter, graph, row));
-  EG_TRY(export_infos(exporter, graph, graph->inputs, graph->n_inputs, &row->input));
+  EG_TRY(export_inputs(exporter, graph, row));
   EG_TRY(export_infos(exporter, graph, graph->outputs, graph->n_outputs, &row->output));
   *out_graph = row;
   return egi_export_nodes(exporter, graph, false, &row->node, &row->n_node);

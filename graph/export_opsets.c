@@ -10,7 +10,7 @@ static const struct {
     {EGI_OP_Equal, 13},       {EGI_OP_Flatten, 13},        {EGI_OP_Identity, 13}, {EGI_OP_IsNaN, 13},
     {EGI_OP_LessOrEqual, 12}, {EGI_OP_GreaterOrEqual, 12}, {EGI_OP_Where, 9},     {EGI_OP_ReduceMax, 18},
     {EGI_OP_Reshape, 14},     {EGI_OP_Shape, 15},          {EGI_OP_Size, 13},     {EGI_OP_Squeeze, 13},
-    {EGI_OP_Transpose, 13},   {EGI_OP_Unsqueeze, 13},
+    {EGI_OP_Transpose, 13},   {EGI_OP_Unsqueeze, 13},      {EGI_OP_Pad, 19},
 };
 
 /* Inputs and attributes that came later than the operator. */

@@ -165,6 +165,7 @@ typedef struct egi_weight {
   int rank;
   int64_t dims[EGI_MAX_RANK];
   egi_bytes bytes;
+  bool is_input; /* in a file an input too, of which it is the default; its value may have symbolic dims */
 } egi_weight;
 
 /* Buffers that a trainer keeps between steps. */
@@ -481,6 +482,8 @@ eg_status egi_findings_end(egi_findings *findings);
  * turns Constant nodes into weights, sets `scope` from name_scopes metadata or the node's path. Neither inlines nor
  * infers: then come inline_functions, egi_graph_check_operators() and egi_infer_graph(). */
 eg_status egi_module_import(eg_context *ctx, struct egi_onnx *file, egi_module **out_module);
+/* The file that the module was imported from, imported again, as egi_module_import() leaves it. */
+eg_status egi_module_import_again(const egi_module *module, egi_module **out_module);
 /* Module path in a node name such as "/model/layers.0/self_attn/q_proj/MatMul" ("model.layers.0.self_attn.q_proj"), or
  * NULL when the name is no path. */
 const char *egi_scope_from_node_name(egi_arena *arena, const char *node_name);

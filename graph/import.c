@@ -175,3 +175,11 @@ eg_status egi_module_import(eg_context *ctx, egi_onnx *file, egi_module **out_mo
     egi_module_destroy(importer.module);
   return status;
 }
+
+eg_status egi_module_import_again(const egi_module *module, egi_module **out_module) {
+  egi_onnx_retain(module->file);
+  EG_TRY(egi_module_import(module->ctx, module->file, out_module));
+  (*out_module)->evaluator = module->evaluator;
+  (*out_module)->costs = module->costs;
+  return EG_OK;
+}

@@ -422,8 +422,10 @@ EG_API eg_status eg_trainer_read_gradient(const eg_trainer *trainer, size_t inde
 /* ---- export ------------------------------------------------------------------------------------------------- */
 
 typedef enum eg_export_format {
-  EG_EXPORT_PEFT,   /* a folder that PEFT and what reads its files load */
-  EG_EXPORT_MERGED, /* the model with the adapter added to its weights, one ONNX file */
+  EG_EXPORT_PEFT,         /* a folder that PEFT and what reads its files load */
+  EG_EXPORT_MERGED,       /* the model with the adapter added to its weights, one ONNX file */
+  EG_EXPORT_ONNX_ADAPTER, /* an .onnx_adapter file for onnxruntime, and the model with inputs that take it: each
+                             module's PATH.lora_A.weight [in, r] and PATH.lora_B.weight [r, out], which have defaults */
 } eg_export_format;
 
 typedef struct eg_export_options {
@@ -438,8 +440,9 @@ typedef struct eg_export_options {
   { sizeof(eg_export_options), EG_EXPORT_PEFT, EG_DTYPE_UNDEFINED, 0 }
 
 /* Checks the PEFT folder `adapter` against the model and writes it in another form. `path` is a folder for
- * EG_EXPORT_PEFT; for the others the file, or a folder when it has not the format's ending (.onnx). EG_ERROR_DATA names
- * missing, extra and misshapen tensors; EG_ERROR_UNSUPPORTED, _IO, _MEMORY. */
+ * EG_EXPORT_PEFT; for the others the file, or a folder when it has not the format's ending (.onnx,
+ * .onnx_adapter; the base of NAME.onnx_adapter is NAME.onnx, in a folder they are adapter.onnx_adapter and model.onnx).
+ * EG_ERROR_DATA names missing, extra and misshapen tensors; EG_ERROR_UNSUPPORTED, _IO, _MEMORY. */
 EG_API eg_status eg_model_export_adapter(const eg_model *model, const char *adapter, const eg_export_options *options,
                                          const char *path);
 

@@ -85,6 +85,11 @@ void egi_peft_close(egi_peft *peft);
 eg_status egi_peft_write(eg_context *ctx, const char *directory, const egi_peft_config *config,
                          const egi_safetensor *tensors, size_t count);
 
+/* ---- onnxruntime's adapters ----------------------------------------------------------------------------------- */
+
+/* Parameters of a graph's inputs by name, for onnxruntime's LoraAdapter; at most 2 GiB. */
+eg_status egi_onnx_adapter_write(eg_context *ctx, const char *path, const egi_safetensor *tensors, size_t count);
+
 /* ---- datasets ------------------------------------------------------------------------------------------------- */
 
 /* What documents are trained on. */

@@ -11,6 +11,7 @@ static eg_dtype parse_dtype(tool *t) {
 }
 
 static eg_export_format parse_format(const char *text) {
+  if (strcmp(text, "onnx_adapter") == 0) return EG_EXPORT_ONNX_ADAPTER;
   return strcmp(text, "merged") == 0 ? EG_EXPORT_MERGED : EG_EXPORT_PEFT;
 }
 

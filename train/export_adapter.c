@@ -132,7 +132,7 @@ static eg_status check_options(eg_context *ctx, const eg_export_options *options
   eg_dtype dtype = options->dtype;
   bool is_known =
       dtype == EG_DTYPE_UNDEFINED || dtype == EG_DTYPE_F32 || dtype == EG_DTYPE_F16 || dtype == EG_DTYPE_BF16;
-  if (options->format < EG_EXPORT_PEFT || options->format > EG_EXPORT_MERGED)
+  if (options->format < EG_EXPORT_PEFT || options->format > EG_EXPORT_ONNX_ADAPTER)
     return egi_fail(ctx, EG_ERROR_ARGUMENT, "export options: format is out of range");
   if (!is_known) return egi_fail(ctx, EG_ERROR_ARGUMENT, "export options: dtype is none of f32, f16, bf16");
   if (options->is_portable && options->format != EG_EXPORT_PEFT)
@@ -146,6 +146,8 @@ static eg_status write(egi_export *export_, const char *path) {
     return write_peft(export_, path);
   case EG_EXPORT_MERGED:
     return egi_export_merged(export_, path);
+  case EG_EXPORT_ONNX_ADAPTER:
+    return egi_export_onnx_adapter(export_, path);
   }
   return EG_ERROR_ARGUMENT;
 }

@@ -1,6 +1,6 @@
 /* The model with the adapter added to its weights, as one ONNX file. Where only bytes of weights differ it is the
- * file's own graph; where weights are shared between modules, quantised, or of a 16-bit type that is to become another,
- * it is the recognised one, whose functions any runtime has. */
+ * file's own graph, read again; where weights are shared between modules, quantised, or of a 16-bit type that is to
+ * become another, it is the recognised one, whose functions any runtime has. */
 #include "graph/linear.h"
 #include "train/train.h"
 
@@ -14,75 +14,6 @@ static bool is_half(eg_dtype dtype) {
 
 static bool is_matrix(const egi_operand *operand) {
   return operand->role == EGI_ROLE_MATRIX || operand->role == EGI_ROLE_TABLE || operand->role == EGI_ROLE_EXPERTS;
-}
-
-static const egi_weight *weight_of(const egi_merge *merge, egi_value_id value) {
-  return &merge->module->weights[merge->graph->values[value].index];
-}
-
-/* Adapters by linear, and where a part's rows begin in its fused weight. */
-static eg_status match_linears(egi_merge *merge) {
-  const egi_adapters *adapters = &merge->export_->adapters;
-  egi_map targets;
-  egi_map_init(&targets, &merge->arena);
-  merge->first_rows = EGI_NEW(&merge->arena, int64_t, merge->n_linears + 1);
-  merge->adapter_of = EGI_NEW(&merge->arena, uint32_t, merge->n_linears + 1);
-  if (merge->first_rows == NULL || merge->adapter_of == NULL) return EG_ERROR_MEMORY;
-  for (size_t i = 0; i < adapters->count; i++) EG_TRY(egi_map_put(&targets, adapters->targets[i].path, (uint32_t)i));
-  for (size_t i = 0; i < merge->n_linears; i++) {
-    const egi_linear *linear = &merge->linears[i];
-    if (!egi_map_get(&targets, linear->path, &merge->adapter_of[i])) merge->adapter_of[i] = UINT32_MAX;
-    bool is_next = i > 0 && merge->linears[i - 1].node == linear->node;
-    merge->first_rows[i] = is_next ? merge->first_rows[i - 1] + merge->linears[i - 1].out_features : 0;
-  }
-  return EG_OK;
-}
-
-static eg_status find_all(egi_merge *merge) {
-  EG_TRY(egi_find_linears(merge->graph, &merge->arena, &merge->linears, &merge->n_linears));
-  EG_TRY(egi_find_operands(merge->graph, &merge->arena, &merge->operands, &merge->n_operands));
-  merge->operand_of = EGI_NEW(&merge->arena, uint32_t, merge->graph->n_nodes);
-  if (merge->operand_of == NULL) return EG_ERROR_MEMORY;
-  for (size_t i = 0; i < merge->n_operands; i++) {
-    egi_operand_role role = merge->operands[i].role;
-    bool is_taken = role == EGI_ROLE_MATRIX || role == EGI_ROLE_QUANTISED;
-    if (is_taken) merge->operand_of[merge->operands[i].node] = (uint32_t)i + 1;
-  }
-  return match_linears(merge);
-}
-
-static eg_dtype input_dtype(const egi_merge *merge, size_t index) {
-  return merge->graph->values[merge->graph->nodes[merge->linears[index].node].inputs[0]].dtype;
-}
-
-/* True when numbers of another type than the wanted one are computed with: then the graph is widened. */
-static bool needs_widening(const egi_merge *merge) {
-  for (size_t i = 0; i < merge->n_operands; i++) {
-    eg_dtype dtype = weight_of(merge, merge->operands[i].weight)->dtype;
-    if (is_half(dtype) && dtype != merge->dtype) return true;
-  }
-  for (size_t i = 0; i < merge->n_linears; i++) {
-    eg_dtype dtype = input_dtype(merge, i);
-    if (is_half(dtype) && dtype != merge->dtype) return true;
-  }
-  return false;
-}
-
-static eg_status prepare(egi_merge *merge) {
-  static const char *const widen[] = {"widen_floats", "eliminate_common", "eliminate_dead"};
-  static const egi_pipeline_options options = {.is_general = true};
-  EG_TRY(egi_module_clone(merge->export_->model->module, &merge->module));
-  merge->own = merge->module->graphs[0];
-  EG_TRY(egi_module_copy_graph(merge->module, merge->own, "merged", &merge->graph));
-  EG_TRY(egi_passes_run_stage(merge->graph, EGI_STAGE_CANONICALISE, &options));
-  EG_TRY(egi_passes_run_stage(merge->graph, EGI_STAGE_RECOGNISE, &options));
-  EG_TRY(find_all(merge));
-  merge->is_widened = needs_widening(merge);
-  if (merge->is_widened) {
-    EG_TRY(egi_passes_run(merge->graph, widen, EGI_COUNT(widen), &options, NULL));
-    EG_TRY(find_all(merge));
-  }
-  return egi_store_create(merge->module->ctx, merge->module, egi_backend_cpu(), &merge->store);
 }
 
 /* ---- in place ---- */
@@ -146,7 +77,7 @@ static eg_status put_quantised(egi_merge *merge, egi_node_id id, egi_value_id ma
 /* The value of a module's new weight; `values` has it by the index of the module's first linear. */
 static eg_status make_value(egi_merge *merge, size_t index, const egi_merged *merged, egi_value_id *out_value) {
   const egi_linear *linear = &merge->linears[index];
-  eg_dtype dtype = merge->is_widened ? EG_DTYPE_F32 : input_dtype(merge, index);
+  eg_dtype dtype = merge->is_widened ? EG_DTYPE_F32 : egi_merge_input_dtype(merge, index);
   egi_weight weight;
   uint32_t added;
   const char *name = egi_arena_format(&merge->module->arena, "%s.weight", merge->graph->nodes[linear->node].scope);
@@ -220,10 +151,11 @@ static eg_status merge_all(egi_merge *merge, bool is_in_place) {
 /* ---- types ---- */
 
 /* The weight in the wanted type under its old name; 16 bits are widened again where they are used. */
-static eg_status store_weight(egi_merge *merge, egi_graph *graph, egi_value_id old, egi_value_id *out_value) {
-  egi_module *module = merge->module;
-  egi_weight weight = module->weights[graph->values[old].index];
-  egi_emitter emit = {.graph = graph};
+static eg_status store_weight(egi_merge *merge, const egi_export_target *target, uint32_t index, egi_value_id old,
+                              egi_value_id *out_value) {
+  egi_module *module = target->module;
+  egi_weight weight = module->weights[target->graph->values[old].index];
+  egi_emitter emit = {.graph = target->graph};
   float *values;
   uint32_t added;
   uint64_t count = 1;
@@ -231,7 +163,7 @@ static eg_status store_weight(egi_merge *merge, egi_graph *graph, egi_value_id o
   for (int i = 0; i < weight.rank; i++) count *= (uint64_t)weight.dims[i];
   egi_arena_init(&arena, module->ctx, EGI_PURPOSE_DATA);
   weight.bytes = (egi_bytes){.kind = EGI_BYTES_MEMORY};
-  eg_status status = egi_merge_read(merge, graph->values[old].index, &arena, &values);
+  eg_status status = egi_merge_read(merge, index, &arena, &values);
   weight.dtype = merge->dtype;
   if (status == EG_OK)
     status =
@@ -240,41 +172,42 @@ static eg_status store_weight(egi_merge *merge, egi_graph *graph, egi_value_id o
   EG_TRY(status);
   const char *spare = egi_arena_format(&module->arena, "%s.before", weight.name);
   if (spare == NULL) return EG_ERROR_MEMORY;
-  EG_TRY(egi_graph_rename_value(graph, old, spare));
+  EG_TRY(egi_graph_rename_value(target->graph, old, spare));
   EG_TRY(egi_module_add_weight(module, &weight, &added));
-  EG_TRY(egi_graph_add_weight(graph, added, out_value));
+  EG_TRY(egi_graph_add_weight(target->graph, added, out_value));
   if (is_half(weight.dtype)) *out_value = egi_emit_cast(&emit, *out_value, EG_DTYPE_F32);
   return emit.status;
 }
 
 /* Value of the operand's weight in the graph that is written; 0: it is not there, or has the wanted type. */
-static egi_value_id value_to_store(const egi_merge *merge, const egi_graph *graph, const egi_operand *operand) {
+static egi_value_id value_to_store(const egi_merge *merge, const egi_export_target *target, const egi_operand *operand,
+                                   uint32_t *out_index) {
+  const egi_graph *graph = target->graph;
   uint32_t index = merge->graph->values[operand->weight].index;
   eg_dtype dtype = merge->module->weights[index].dtype;
   bool is_wrong = dtype != merge->dtype && (dtype == EG_DTYPE_F32 || is_half(dtype));
-  if (!is_matrix(operand) || !is_wrong || index >= graph->weight_values_capacity) return 0;
-  return graph->weight_values[index];
+  *out_index = index;
+  if (target->module != merge->module) index = index < target->n_weights ? target->weights[index] : 0;
+  return is_matrix(operand) && is_wrong && index < graph->weight_values_capacity ? graph->weight_values[index] : 0;
 }
 
-static eg_status store_weights(egi_merge *merge, egi_graph *graph) {
+static eg_status store_weights(egi_merge *merge, const egi_export_target *target) {
   static const char *const clean[] = {"eliminate_identity", "eliminate_dead"};
   static const egi_pipeline_options options;
-  uint32_t n_values = graph->n_values, capacity = n_values + 2 * (uint32_t)merge->n_operands;
-  egi_value_id *map = EGI_NEW(&merge->arena, egi_value_id, capacity);
-  bool has_changed = false;
+  egi_graph *graph = target->graph;
+  uint32_t n_values = graph->n_values, index;
+  egi_value_id *map = EGI_NEW(&merge->arena, egi_value_id, n_values + 2 * (uint32_t)merge->n_operands);
   if (map == NULL) return EG_ERROR_MEMORY;
   egi_store_destroy(merge->store); /* what it holds of weights that were changed in place is old */
   merge->store = NULL;
   EG_TRY(egi_store_create(merge->module->ctx, merge->module, egi_backend_cpu(), &merge->store));
   for (size_t i = 0; i < merge->n_operands; i++) {
-    egi_value_id old = value_to_store(merge, graph, &merge->operands[i]);
+    egi_value_id old = value_to_store(merge, target, &merge->operands[i], &index);
     if (old == 0 || old >= n_values || map[old] != 0) continue;
-    EG_TRY(store_weight(merge, graph, old, &map[old]));
-    has_changed = true;
+    EG_TRY(store_weight(merge, target, index, old, &map[old]));
   }
-  if (!has_changed) return EG_OK;
   egi_graph_replace_many(graph, map);
-  if (graph == merge->own) return EG_OK;
+  if (graph != merge->graph) return EG_OK;
   return egi_passes_run(graph, clean, EGI_COUNT(clean), &options, NULL);
 }
 
@@ -294,28 +227,49 @@ static eg_status spell_out(egi_merge *merge, const egi_graph *graph) {
   return EG_OK;
 }
 
+/* The file's own graph with the bytes that were changed in place. */
+static bool takes_changes(const egi_merge *merge) {
+  if (merge->raw.module == NULL) return false;
+  for (size_t i = 0; i < merge->n_linears; i++) {
+    uint32_t index = merge->graph->values[merge->linears[i].weight].index;
+    if (merge->adapter_of[i] != UINT32_MAX && (index >= merge->raw.n_weights || merge->raw.weights[index] == 0))
+      return false;
+  }
+  return true;
+}
+
+static void take_changes(egi_merge *merge) {
+  for (size_t i = 0; i < merge->n_linears; i++) {
+    uint32_t index = merge->graph->values[merge->linears[i].weight].index;
+    if (merge->adapter_of[i] != UINT32_MAX)
+      merge->raw.module->weights[merge->raw.weights[index]].bytes = merge->module->weights[index].bytes;
+  }
+}
+
 static eg_status write_merged(egi_merge *merge, const char *path) {
   bool is_in_place;
   uint32_t count;
-  EG_TRY(prepare(merge));
+  EG_TRY(egi_merge_open(merge, true));
   EG_TRY(check_in_place(merge, &is_in_place));
-  egi_graph *graph = is_in_place ? merge->own : merge->graph;
+  egi_export_target target = {.module = merge->module, .graph = is_in_place ? merge->own : merge->graph};
   EG_TRY(merge_all(merge, is_in_place));
-  EG_TRY(store_weights(merge, graph));
-  EG_TRY(spell_out(merge, graph));
-  EG_TRY(egi_graph_tidy(graph));                      /* weights that nothing takes any more go */
-  EG_TRY(egi_graph_call_bodies(graph, true, &count)); /* so that any runtime reads the file */
-  return egi_module_export(merge->module, graph, path);
+  if (is_in_place) EG_TRY(egi_export_reopen(merge->export_, merge->module, &merge->arena, &merge->raw));
+  if (is_in_place && takes_changes(merge)) {
+    take_changes(merge);
+    target = merge->raw;
+  }
+  EG_TRY(store_weights(merge, &target));
+  if (target.module == merge->module) EG_TRY(spell_out(merge, target.graph));
+  EG_TRY(egi_graph_tidy(target.graph)); /* weights that nothing takes any more go */
+  if (target.module == merge->module) EG_TRY(egi_graph_call_bodies(target.graph, true, &count)); /* for any runtime */
+  return egi_module_export(target.module, target.graph, path);
 }
 
 eg_status egi_export_merged(egi_export *export_, const char *path) {
   egi_merge merge = {.export_ = export_, .dtype = export_->options->dtype};
   if (merge.dtype == EG_DTYPE_UNDEFINED) merge.dtype = EG_DTYPE_F32;
   EG_TRY(egi_export_path(export_, path, ".onnx", "model.onnx", &path));
-  egi_arena_init(&merge.arena, export_->ctx, EGI_PURPOSE_DATA);
   eg_status status = write_merged(&merge, path);
-  egi_store_destroy(merge.store);
-  egi_module_destroy(merge.module);
-  egi_arena_clear(&merge.arena);
+  egi_merge_close(&merge);
   return status;
 }

@@ -371,6 +371,18 @@ eg_status egi_export_path(egi_export *export_, const char *path, const char *suf
 eg_status egi_export_adapter(const eg_model *model, const char *adapter, const eg_export_options *options,
                              const char *path);
 eg_status egi_export_merged(egi_export *export_, const char *path);
+eg_status egi_export_onnx_adapter(egi_export *export_, const char *path);
+
+/* export_target.c: the graph that is changed and written. */
+typedef struct egi_export_target {
+  egi_module *module; /* the file read again, not lowered; NULL: there is none, or a host has rewritten the model */
+  egi_graph *graph;
+  uint32_t *weights; /* by weight of the model: its index here, 0: it is not here */
+  uint32_t n_weights;
+} egi_export_target;
+/* `module` is a clone of the model's. */
+eg_status egi_export_reopen(const egi_export *export_, const egi_module *module, egi_arena *arena,
+                            egi_export_target *out_target);
 
 /* merge_weights.c: what a merged model is made of. */
 typedef struct egi_merge {
@@ -385,7 +397,8 @@ typedef struct egi_merge {
   int64_t *first_rows;  /* by linear: of its rows in a fused weight */
   uint32_t *adapter_of; /* by linear: index in the adapters, or UINT32_MAX */
   uint32_t *operand_of; /* by node: 1 + the operand that is its matrix; 0: none */
-  eg_dtype dtype;       /* of matrices in the file to be written */
+  egi_export_target raw;
+  eg_dtype dtype; /* of matrices in the file to be written */
   bool is_widened;
 } egi_merge;
 typedef struct egi_merged {
@@ -393,6 +406,12 @@ typedef struct egi_merged {
   int64_t rows, columns;
   bool is_out_first; /* [out, in] */
 } egi_merged;
+/* The model recognised, for every input it takes, and matched with the adapters of `export_`; `may_widen`: its graph is
+ * computed in float32 where another type than `dtype` would be. Closed whether it succeeds or not. */
+eg_status egi_merge_open(egi_merge *merge, bool may_widen);
+void egi_merge_close(egi_merge *merge);
+/* Type of what a linear is given. */
+eg_dtype egi_merge_input_dtype(const egi_merge *merge, size_t index);
 /* The matrix of a node, in the layout in which the graph has it, with the adapters of all its parts; `first` is the
  * first of its linears. Lives in `arena`. */
 eg_status egi_merge_weight(const egi_merge *merge, size_t first, egi_arena *arena, egi_merged *out_merged);

@@ -144,6 +144,37 @@ static void test_tied_head(void **state) {
   drop(&t);
 }
 
+/* ---- onnxruntime's adapters ---- */
+
+/* Without the adapter the base computes what the model does; each module has two more inputs. */
+static void check_base(api_fixture *fixture, const char *name, const char *targets, size_t n_modules) {
+  char path[256];
+  eg_model *base;
+  trained t = train(fixture, name != NULL ? load(fixture, name) : api_model(fixture, fixture->ctx), targets);
+  eg_export_options options = EG_EXPORT_OPTIONS_INIT;
+  options.format = EG_EXPORT_ONNX_ADAPTER;
+  api_path(fixture, path, sizeof path, "lora");
+  api_must(fixture->ctx, eg_model_export_adapter(t.model, t.adapter, &options, path));
+  api_path(fixture, path, sizeof path, "lora/model.onnx");
+  api_must(fixture->ctx, eg_model_load(fixture->ctx, path, NULL, &base));
+  double loss = loss_of(fixture, base, t.dataset, NULL);
+  if (!(fabs(loss - t.base_loss) <= 1e-5 * t.base_loss)) fail_msg("loss %g, not %g", loss, t.base_loss);
+  size_t n_inputs = 0;
+  for (uint32_t i = 1; i < base->module->n_weights; i++)
+    n_inputs += strstr(base->module->weights[i].name, ".lora_") != NULL && base->module->weights[i].rank == 2;
+  assert_int_equal(n_inputs, 2 * n_modules);
+  eg_model_destroy(base);
+  drop(&t);
+}
+
+static void test_onnx_adapter(void **state) {
+  check_base(*state, NULL, "all-linear", 14);
+  check_base(*state, "llama/model.dynamo-op23-sdpa.onnx", "q_proj,down_proj", 4);
+  check_base(*state, "qwen3/model.genai-float32.onnx", "v_proj,up_proj,lm_head", 5); /* a part of fused q, k, v */
+  check_base(*state, "llama/model.dynamo-op23-sdpa-float16.onnx", "o_proj", 2);
+  check_base(*state, "llama/model.genai-int4.onnx", "k_proj,gate_proj", 4);
+}
+
 /* ---- PEFT ---- */
 
 static void test_portable(void **state) {
@@ -215,6 +246,7 @@ int main(void) {
       cmocka_unit_test_setup_teardown(test_files, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_types, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_tied_head, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_onnx_adapter, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_portable, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_refused, api_setup, api_teardown),
   };

@@ -38,6 +38,10 @@ static eg_status use_exports(api_fixture *fixture, eg_model *model) {
   options.dtype = EG_DTYPE_F16;
   if (status == EG_OK)
     status = eg_model_export_adapter(model, adapter, &options, api_path(fixture, path, sizeof path, "merged.onnx"));
+  options.format = EG_EXPORT_ONNX_ADAPTER;
+  if (status == EG_OK)
+    status =
+        eg_model_export_adapter(model, adapter, &options, api_path(fixture, path, sizeof path, "base.onnx_adapter"));
   return status;
 }
 

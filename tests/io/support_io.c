@@ -29,7 +29,8 @@ int io_setup(void **state) {
 int io_teardown(void **state) {
   io_fixture *fixture = *state;
   static const char *const names[] = {"a.safetensors",     "adapter_config.json", "adapter_model.safetensors",
-                                      "adapter_model.bin", "data.jsonl",          "text.txt"};
+                                      "adapter_model.bin", "data.jsonl",          "text.txt",
+                                      "adapter.out"};
   for (size_t i = 0; i < sizeof names / sizeof names[0]; i++) {
     snprintf(fixture->path, sizeof fixture->path, "%s/%s", fixture->directory, names[i]);
     unlink(fixture->path);
