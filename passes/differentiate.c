@@ -1,8 +1,9 @@
 /* Reverse-mode differentiation of the loss with respect to the trainable states: appends the backward graph and one
- * Accumulate a parameter. First the values that depend on a trainable state are marked, forwards; then the nodes from
- * the loss back to them are visited once each, backwards, and rules run only for inputs that are marked (is_wanted), so
- * that no gradient is computed that nobody needs. Ends after that one sweep; linear in the graph. A gradient that is a
- * plain matrix product is added to what a value has already by AddMatMul, in place. */
+ * Accumulate a parameter, as soon as its gradient is whole. First the values that depend on a trainable state are
+ * marked, forwards; then the nodes from the loss back to them are visited once each, backwards, and rules run only for
+ * inputs that are marked (is_wanted), so that no gradient is computed that nobody needs. Ends after that one sweep;
+ * linear in the graph. A gradient that is a plain matrix product is added to what a value has already by AddMatMul, in
+ * place. */
 #include <string.h>
 
 #include "passes/passes.h"
@@ -32,6 +33,8 @@ typedef struct differentiator {
   egi_emitter emit;
   bool *depends;           /* by value: on a trainable state */
   egi_value_id *gradients; /* by value: the sum so far, 0 none */
+  egi_node_id *first_use;  /* by value: of a trainable state */
+  egi_value_id step;       /* the step state */
   egi_node_id n_forward;   /* nodes of the forward graph */
   egi_value_id n_values;   /* values of the forward graph */
   egi_map states;          /* name -> gradient state */
@@ -65,6 +68,8 @@ static void mark_dependent(differentiator *state) {
     const egi_node *node = &graph->nodes[id];
     bool is_dependent = false;
     if (node->op == EGI_OP_NONE) continue;
+    for (unsigned i = 0; i < node->n_inputs; i++)
+      if (state->first_use[node->inputs[i]] == 0) state->first_use[node->inputs[i]] = id;
     /* CastLike takes the type of its second input, no number. */
     unsigned n_inputs = node->op == EGI_OP_CastLike ? 1 : node->n_inputs;
     for (unsigned i = 0; i < n_inputs; i++) is_dependent = is_dependent || state->depends[node->inputs[i]];
@@ -177,30 +182,37 @@ eg_status egi_find_loss(const egi_graph *graph, egi_value_id *out_loss) {
 }
 
 /* The gradient in the shape and type of its state, added to it. */
-static eg_status accumulate(differentiator *state, egi_value_id value, egi_value_id step) {
+static eg_status accumulate(differentiator *state, egi_value_id value) {
   egi_graph *graph = state->graph;
   egi_emitter *emit = &state->emit;
   egi_value_id gradient = state->gradients[value], target = 0;
   EG_TRY(egi_graph_add_state(graph, gradient_state(state, value), &target));
+  emit->scope = NULL;
   gradient = egi_emit_cast(emit, gradient, graph->values[target].dtype);
   if (emit->status == EG_OK && !egi_same_shape(graph, gradient, target))
     gradient = egi_emit_binary(emit, EGI_OP_Reshape, gradient, egi_emit_unary(emit, EGI_OP_Shape, target));
-  const egi_value_id inputs[3] = {target, gradient, step};
+  const egi_value_id inputs[3] = {target, gradient, state->step};
   egi_emit(emit, EGI_OP_Accumulate, inputs, 3, NULL, 0);
   return emit->status;
 }
 
-static eg_status accumulate_all(differentiator *state) {
-  egi_graph *graph = state->graph;
-  uint32_t index = 0;
-  egi_value_id step = 0;
-  EG_TRY(egi_module_add_pool_state(graph->module, EGI_POOL_STEP, &index));
-  EG_TRY(egi_graph_add_state(graph, index, &step));
-  state->emit.scope = NULL;
-  for (egi_value_id id = 1; id < state->n_values; id++) {
-    if (state->gradients[id] != 0 && gradient_state(state, id) != 0) EG_TRY(accumulate(state, id, step));
+/* Once the first node that takes a parameter has been visited its gradient is whole, and need not be held any longer.
+ */
+static eg_status accumulate_whole(differentiator *state, egi_node_id id) {
+  const egi_node node = state->graph->nodes[id];
+  for (unsigned i = 0; i < node.n_inputs; i++) {
+    egi_value_id value = node.inputs[i];
+    if (state->first_use[value] != id || state->gradients[value] == 0 || gradient_state(state, value) == 0) continue;
+    EG_TRY(accumulate(state, value));
+    state->first_use[value] = 0; /* a node may take it twice */
   }
   return EG_OK;
+}
+
+static eg_status add_step(differentiator *state) {
+  uint32_t index = 0;
+  EG_TRY(egi_module_add_pool_state(state->graph->module, EGI_POOL_STEP, &index));
+  return egi_graph_add_state(state->graph, index, &state->step);
 }
 
 static eg_status differentiate(differentiator *state) {
@@ -212,17 +224,21 @@ static eg_status differentiate(differentiator *state) {
   state->n_values = graph->n_values;
   state->depends = EGI_NEW(&state->arena, bool, state->n_values);
   state->gradients = EGI_NEW(&state->arena, egi_value_id, state->n_values);
-  if (!state->depends || !state->gradients) return EG_ERROR_MEMORY;
+  state->first_use = EGI_NEW(&state->arena, egi_node_id, state->n_values);
+  if (!state->depends || !state->gradients || !state->first_use) return EG_ERROR_MEMORY;
   EG_TRY(list_gradient_states(state));
   mark_dependent(state);
   if (!state->depends[loss])
     return egi_fail(state->run->ctx, EG_ERROR_DATA, "the loss does not depend on anything that can be trained");
   state->gradients[loss] = egi_emit_scalar(&state->emit, 1.0, graph->values[loss].dtype);
   EG_TRY(state->emit.status);
+  EG_TRY(add_step(state));
   for (egi_node_id id = state->n_forward; id-- > 1;) {
-    if (graph->nodes[id].op != EGI_OP_NONE) EG_TRY(visit(state, id));
+    if (graph->nodes[id].op == EGI_OP_NONE) continue;
+    EG_TRY(visit(state, id));
+    EG_TRY(accumulate_whole(state, id));
   }
-  return accumulate_all(state);
+  return EG_OK;
 }
 
 eg_status egi_pass_differentiate(egi_pass_run *run, egi_graph *graph) {
