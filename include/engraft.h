@@ -320,9 +320,11 @@ typedef enum eg_packing_cache {
 
 /* Memory for time; losses and gradients are the same to the bit. */
 typedef enum eg_checkpoint {
-  EG_CHECKPOINT_AUTO,     /* as little as the memory budget asks for */
-  EG_CHECKPOINT_OFF,      /* everything that the backward pass reads is kept */
-  EG_CHECKPOINT_RECOMPUTE /* each block of layers is made again from its input, and more where the budget asks for it */
+  EG_CHECKPOINT_AUTO,      /* as little as the memory budget asks for */
+  EG_CHECKPOINT_OFF,       /* everything that the backward pass reads is kept */
+  EG_CHECKPOINT_RECOMPUTE, /* each block of layers is made again from its input, and more where the budget asks for it
+                            */
+  EG_CHECKPOINT_OFFLOAD    /* and those inputs wait in host memory, but for the last block's */
 } eg_checkpoint;
 
 typedef struct eg_trainer_options {
@@ -352,6 +354,9 @@ typedef struct eg_trainer_options {
   eg_packing packing;
   eg_packing_cache packing_cache;
   eg_checkpoint checkpoint;
+  uint64_t host_budget; /* bytes of host memory for what leaves the device; 0: what the machine has available beside
+                           memory_budget, UINT64_MAX: any */
+  int single_buffer;    /* 1: what is offloaded is copied while its own block runs, not the next: for comparison */
   eg_loss loss;
   eg_pooling pooling;      /* of RANKING and COSINE */
   double similarity_scale; /* of RANKING: cosines are multiplied by it */
@@ -360,7 +365,7 @@ typedef struct eg_trainer_options {
   {                                                                                                               \
     sizeof(eg_trainer_options), "cpu", EG_DTYPE_F32, 0, 16, 16.0, "all-linear", NULL, EG_LORA_INIT_DEFAULT, 2e-4, \
         EG_SCHEDULE_CONSTANT, 0.0, 0.0, 0.9, 0.999, 1e-8, 1.0, 2048, 1, 0, 1.0, 0, 0, 0, EG_PACKING_AUTO,         \
-        EG_PACKING_CACHE_ON, EG_CHECKPOINT_AUTO, EG_LOSS_AUTO, EG_POOLING_AUTO, 20.0                              \
+        EG_PACKING_CACHE_ON, EG_CHECKPOINT_AUTO, 0, 0, EG_LOSS_AUTO, EG_POOLING_AUTO, 20.0                        \
   }
 
 /* What a step did. */

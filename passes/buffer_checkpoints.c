@@ -12,9 +12,12 @@ typedef struct copier {
   egi_blocks blocks;
   egi_decisions decisions;
   egi_emitter emit;
-  bool *is_needed;       /* by value: its copy is read */
-  egi_value_id *copies;  /* by value: made again */
-  egi_value_id *ordered; /* by value: behind its Barrier */
+  bool *is_needed;        /* by value: its copy is read */
+  bool *is_read;          /* by value: kept, and read by the backward pass or a copy */
+  egi_value_id *copies;   /* by value: made again */
+  egi_value_id *ordered;  /* by value: behind its Barrier */
+  egi_value_id *reloaded; /* by value: back from the host */
+  egi_value_id *waiting;  /* by value: the Offload that has to be over before it goes on */
 } copier;
 
 /* A value of the flow that will not be there. */
@@ -42,7 +45,8 @@ static void mark_needed(const copier *c, egi_node_id n_nodes) {
     const egi_node *node = &c->graph->nodes[id];
     if (!is_of_backward(c, id) && !is_copied(c, id)) continue;
     for (unsigned i = 0; i < node->n_inputs; i++) {
-      if (is_gone(c, node->inputs[i])) c->is_needed[node->inputs[i]] = true;
+      bool *is_marked = is_gone(c, node->inputs[i]) ? c->is_needed : c->is_read;
+      is_marked[node->inputs[i]] = true;
     }
   }
 }
@@ -55,7 +59,8 @@ static egi_value_id operand(copier *c, egi_value_id value, uint32_t block) {
   if (is_gone(c, value)) return c->copies[value];
   if (c->ordered[value] == 0) {
     const egi_block *last = &c->blocks.blocks[c->decisions.group_end[block]];
-    c->ordered[value] = egi_emit_binary(&c->emit, EGI_OP_Barrier, value, last->gradient);
+    egi_value_id there = c->reloaded[value] != 0 ? c->reloaded[value] : value;
+    c->ordered[value] = egi_emit_binary(&c->emit, EGI_OP_Barrier, there, last->gradient);
   }
   return c->ordered[value];
 }
@@ -97,9 +102,7 @@ static eg_status copy_node(copier *c, egi_node_id id) {
   return egi_infer_node(graph, added);
 }
 
-static eg_status copy_nodes(copier *c) {
-  egi_node_id n_nodes = c->graph->n_nodes;
-  mark_needed(c, n_nodes);
+static eg_status copy_nodes(copier *c, egi_node_id n_nodes) {
   for (egi_node_id id = 1; id < n_nodes; id++) {
     if (is_copied(c, id)) EG_TRY(copy_node(c, id));
   }
@@ -107,10 +110,66 @@ static eg_status copy_nodes(copier *c) {
     if (!is_of_backward(c, id)) continue;
     c->run->report->n_tried++;
     egi_node *node = &c->graph->nodes[id];
-    for (unsigned i = 0; i < node->n_inputs; i++)
-      if (is_gone(c, node->inputs[i])) node->inputs[i] = c->copies[node->inputs[i]];
+    for (unsigned i = 0; i < node->n_inputs; i++) {
+      egi_value_id input = node->inputs[i];
+      if (is_gone(c, input)) node->inputs[i] = c->copies[input];
+      if (c->reloaded[input] != 0) node->inputs[i] = c->reloaded[input];
+    }
   }
   return EG_OK;
+}
+
+/* ---- to the host and back --------------------------------------------------------------------------------------- */
+
+/* What flows into a group; one behind the last: into what follows it, or 0. */
+static egi_value_id group_input(const copier *c, uint32_t group) {
+  const egi_decisions *d = &c->decisions;
+  uint32_t block = group < d->n_groups ? d->groups[group] : d->group_end[d->groups[d->n_groups - 1]] + 1;
+  return group <= d->n_groups && block < c->blocks.count ? c->blocks.blocks[block].input : 0;
+}
+
+/* The copy to the host may take as long as the group and the next one; the copy back begins with the backward pass of
+ * the group behind it. Single-buffered, both have their own group's time alone. */
+static eg_status offload_group(copier *c, uint32_t group) {
+  bool is_single = c->run->checkpoints && c->run->checkpoints->is_single_buffered;
+  const egi_decisions *d = &c->decisions;
+  egi_value_id input = group_input(c, group), behind = group_input(c, group + (is_single ? 1 : 2));
+  uint32_t next = d->groups[group + (is_single ? 0 : 1)];
+  if (input == 0 || !c->is_read[input] || behind == 0) return EG_OK;
+  c->emit.scope = c->blocks.blocks[d->groups[group]].scope;
+  egi_value_id host = egi_emit_unary(&c->emit, EGI_OP_Offload, input);
+  c->reloaded[input] = egi_emit_binary(&c->emit, EGI_OP_Reload, host, c->blocks.blocks[d->group_end[next]].gradient);
+  c->waiting[behind] = host;
+  c->run->report->n_matched++;
+  return c->emit.status;
+}
+
+/* What comes behind the group goes on when the copy is over: then its memory is free. */
+static eg_status wait_for_copies(copier *c, egi_node_id n_nodes, uint32_t n_values) {
+  egi_value_id *after = EGI_NEW(&c->arena, egi_value_id, n_values);
+  if (!after) return EG_ERROR_MEMORY;
+  for (egi_value_id value = 1; value < n_values; value++)
+    if (c->waiting[value] != 0) after[value] = egi_emit_binary(&c->emit, EGI_OP_Barrier, value, c->waiting[value]);
+  EG_TRY(c->emit.status);
+  for (egi_node_id id = 1; id < n_nodes; id++) {
+    egi_node *node = &c->graph->nodes[id];
+    if (c->blocks.of_node[id] == 0) continue;
+    for (unsigned i = 0; i < node->n_inputs; i++)
+      if (after[node->inputs[i]] != 0) node->inputs[i] = after[node->inputs[i]];
+  }
+  return EG_OK;
+}
+
+static eg_status make_lists(copier *c) {
+  size_t n = c->graph->n_values;
+  c->is_needed = EGI_NEW(&c->arena, bool, n);
+  c->is_read = EGI_NEW(&c->arena, bool, n);
+  c->copies = EGI_NEW(&c->arena, egi_value_id, n);
+  c->ordered = EGI_NEW(&c->arena, egi_value_id, n);
+  c->reloaded = EGI_NEW(&c->arena, egi_value_id, n);
+  c->waiting = EGI_NEW(&c->arena, egi_value_id, n);
+  bool is_short = !c->is_needed || !c->is_read || !c->copies || !c->ordered || !c->reloaded || !c->waiting;
+  return is_short ? EG_ERROR_MEMORY : EG_OK;
 }
 
 static eg_status rewrite(copier *c) {
@@ -120,11 +179,13 @@ static eg_status rewrite(copier *c) {
   egi_ladder_stages(&c->blocks, &stages);
   uint32_t rung = c->run->checkpoints ? c->run->checkpoints->rung : stages.end[EGI_CHECKPOINT_WHOLE];
   EG_TRY(egi_decide(&c->blocks, rung, &c->arena, &c->decisions));
-  c->is_needed = EGI_NEW(&c->arena, bool, graph->n_values);
-  c->copies = EGI_NEW(&c->arena, egi_value_id, graph->n_values);
-  c->ordered = EGI_NEW(&c->arena, egi_value_id, graph->n_values);
-  if (!c->is_needed || !c->copies || !c->ordered) return EG_ERROR_MEMORY;
-  EG_TRY(copy_nodes(c));
+  EG_TRY(make_lists(c));
+  egi_node_id n_nodes = graph->n_nodes;
+  uint32_t n_values = graph->n_values;
+  mark_needed(c, n_nodes);
+  for (uint32_t group = 0; group < c->decisions.n_offloaded; group++) EG_TRY(offload_group(c, group));
+  EG_TRY(copy_nodes(c, n_nodes));
+  EG_TRY(wait_for_copies(c, n_nodes, n_values));
   c->run->has_changed = c->run->report->n_matched > 0;
   return EG_OK;
 }

@@ -42,6 +42,9 @@ typedef struct egi_decisions {
   bool *is_joined;       /* by block: its input is made again from the block before it */
   bool *is_kept;         /* by value of the flow: stays in memory from the forward to the backward pass */
   uint32_t *group_end;   /* by block: the last of the blocks that are made again together */
+  uint32_t *groups;      /* first blocks of those groups that have a backward pass, in order */
+  uint32_t n_groups;
+  uint32_t n_offloaded; /* the inputs of that many groups leave the device until they are needed again */
 } egi_decisions;
 /* checkpoint_ladder.c */
 eg_status egi_decide(const egi_blocks *blocks, uint32_t rung, egi_arena *arena, egi_decisions *out_decisions);

@@ -29,6 +29,7 @@ bool egi_is_cheap(egi_op op) {
   case EGI_OP_LogSoftmax:
   case EGI_OP_Concat:
   case EGI_OP_SumTo:
+  case EGI_OP_Barrier:
   case EGI_OP_ReduceLogSumExp:
   case EGI_OP_ReduceMax:
   case EGI_OP_ReduceMean:
@@ -98,7 +99,8 @@ static eg_status find_source(finder *f) {
 /* A forward node that is reached leads to the loss along nodes that are reached: it is on the way. */
 static bool is_on_way(const finder *f, egi_node_id id) {
   const egi_node *node = &f->graph->nodes[id];
-  return f->found->is_forward[id] && !egi_is_size(node->op) && any_input(node, f->is_reached);
+  bool is_aside = egi_is_size(node->op) || node->op == EGI_OP_Offload;
+  return f->found->is_forward[id] && !is_aside && any_input(node, f->is_reached);
 }
 
 static void walk_way(finder *f) {

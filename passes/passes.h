@@ -35,6 +35,7 @@ typedef struct egi_adapt_options {
 /* What buffer_checkpoints is told. */
 typedef struct egi_checkpoint_options {
   uint32_t rung; /* how far memory is traded for time: from 0, which keeps everything, to the end of the last stage */
+  bool is_single_buffered; /* copies of a block hide behind that block alone: for comparison */
 } egi_checkpoint_options;
 
 /* What a rule of a pass did: `n_tried` nodes could have been its pattern's root. */
@@ -112,6 +113,7 @@ typedef enum egi_checkpoint_stage {
   EGI_CHECKPOINT_CHEAP,   /* norms, activations, rotations and moves are made again, block after block */
   EGI_CHECKPOINT_WHOLE,   /* whole blocks from their inputs */
   EGI_CHECKPOINT_JOINED,  /* two blocks from the input of the first */
+  EGI_CHECKPOINT_OFFLOAD, /* and those inputs move to host memory, but for the last */
   EGI_CHECKPOINT_STAGES
 } egi_checkpoint_stage;
 typedef struct egi_checkpoint_stages {

@@ -38,9 +38,10 @@ static eg_packing_cache parse_packing_cache(tool *t) {
 }
 
 static eg_checkpoint parse_checkpoint(tool *t) {
-  const char *text = tool_text(t, OPTION_CHECKPOINT);
-  if (strcmp(text, "auto") == 0) return EG_CHECKPOINT_AUTO;
-  return strcmp(text, "off") == 0 ? EG_CHECKPOINT_OFF : EG_CHECKPOINT_RECOMPUTE;
+  static const char *const names[] = {"auto", "off", "recompute", "offload"};
+  for (size_t i = 0; i < EGI_COUNT(names); i++)
+    if (strcmp(names[i], tool_text(t, OPTION_CHECKPOINT)) == 0) return (eg_checkpoint)i;
+  return EG_CHECKPOINT_AUTO;
 }
 
 /* Without the option data and model decide. */
@@ -65,11 +66,11 @@ egi_objective tool_objective(const tool *t) {
                          t->values[OPTION_SIMILARITY_SCALE].number};
 }
 
-static eg_status parse_budget(tool *t, eg_trainer_options *options) {
-  const char *text = tool_text(t, OPTION_MEMORY_BUDGET);
+static eg_status parse_budget(tool *t, tool_option_id option, const char *name, uint64_t *out_bytes) {
+  const char *text = tool_text(t, option);
   if (strcmp(text, "auto") == 0) return EG_OK;
-  if (tool_parse_count(text, &options->memory_budget) && options->memory_budget > 0) return EG_OK;
-  return egi_fail(t->ctx, EG_ERROR_ARGUMENT, "--memory-budget \"%s\" is neither a number of bytes nor auto", text);
+  if (tool_parse_count(text, out_bytes) && *out_bytes > 0) return EG_OK;
+  return egi_fail(t->ctx, EG_ERROR_ARGUMENT, "%s \"%s\" is neither a number of bytes nor auto", name, text);
 }
 
 eg_status training_options(tool *t, eg_trainer_options *options) {
@@ -96,11 +97,13 @@ eg_status training_options(tool *t, eg_trainer_options *options) {
   options->packing = parse_packing(t);
   options->packing_cache = parse_packing_cache(t);
   options->checkpoint = parse_checkpoint(t);
+  options->single_buffer = strcmp(tool_text(t, OPTION_DOUBLE_BUFFER), "off") == 0;
   if (tool_is_given(t, OPTION_STEPS) && options->n_steps == 0)
     return egi_fail(t->ctx, EG_ERROR_ARGUMENT, "--steps 0 trains nothing");
   EG_TRY(narrow(t, "--rank", t->values[OPTION_RANK].count, &options->rank));
   EG_TRY(narrow(t, "--tokens", t->values[OPTION_TOKENS].count, &options->tokens));
   EG_TRY(narrow(t, "--accumulate", t->values[OPTION_ACCUMULATE].count, &options->accumulate));
-  EG_TRY(parse_budget(t, options));
+  EG_TRY(parse_budget(t, OPTION_MEMORY_BUDGET, "--memory-budget", &options->memory_budget));
+  EG_TRY(parse_budget(t, OPTION_HOST_BUDGET, "--host-budget", &options->host_budget));
   return parse_betas(t, options);
 }

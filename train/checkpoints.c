@@ -19,6 +19,7 @@ void egi_trainer_bytes(const eg_trainer *trainer, const egi_lanes *lanes, egi_tr
     all.weights = maximum(all.weights, one.weights);
     all.transient = maximum(all.transient, one.transient);
     all.saved = maximum(all.saved, one.saved);
+    all.pinned = maximum(all.pinned, one.pinned);
     all.fixed += one.fixed;
   }
   for (int pool = 0; pool < EGI_POOL_COUNT; pool++) {
@@ -35,13 +36,16 @@ void egi_trainer_bytes(const eg_trainer *trainer, const egi_lanes *lanes, egi_tr
 typedef struct search {
   eg_trainer *trainer;
   const egi_batches *batches;
-  uint64_t budget, least;
+  uint64_t budget, host_budget;
+  uint64_t least;      /* of the rungs that the host has room for */
   uint32_t least_rung; /* needs `least` */
 } search;
 
+typedef enum verdict { FITS, TOO_LARGE, TOO_LARGE_FOR_HOST } verdict;
+
 static eg_status apply(const eg_trainer *trainer, egi_graph *graph, uint32_t rung) {
   static const char *const names[] = {"buffer_checkpoints"};
-  const egi_checkpoint_options checkpoints = {.rung = rung};
+  const egi_checkpoint_options checkpoints = {.rung = rung, .is_single_buffered = trainer->options.single_buffer != 0};
   const egi_pipeline_options options = {.checkpoints = &checkpoints};
   eg_packing_cache cache = trainer->options.packing_cache;
   EG_TRY(egi_passes_run(graph, names, 1, &options, NULL));
@@ -51,32 +55,32 @@ static eg_status apply(const eg_trainer *trainer, egi_graph *graph, uint32_t run
 }
 
 static eg_status plan_candidate(const search *s, const egi_module *module, uint32_t rung, egi_arena *arena,
-                                uint64_t *out_total) {
+                                egi_trainer_memory *out_memory) {
   egi_lanes lanes = {.count = 0};
-  egi_trainer_memory memory;
   EG_TRY(apply(s->trainer, module->graphs[0], rung));
   eg_status status = egi_lanes_plan(&lanes, module->graphs[0], s->trainer->machine.backend, s->batches->buckets,
                                     s->batches->n_buckets, arena);
-  if (status == EG_OK) egi_trainer_bytes(s->trainer, &lanes, &memory);
-  if (status == EG_OK) *out_total = memory.total;
+  if (status == EG_OK) egi_trainer_bytes(s->trainer, &lanes, out_memory);
   egi_lanes_close(&lanes);
   return status;
 }
 
-static eg_status try_rung(search *s, uint32_t rung, bool *out_fits) {
+static eg_status try_rung(search *s, uint32_t rung, verdict *out_verdict) {
   egi_module *module = NULL;
   egi_arena arena;
-  uint64_t total = 0;
+  egi_trainer_memory memory = {0};
   egi_arena_init(&arena, s->trainer->ctx, EGI_PURPOSE_GRAPH);
   eg_status status = egi_module_clone(s->trainer->machine.module, &module);
-  if (status == EG_OK) status = plan_candidate(s, module, rung, &arena, &total);
+  if (status == EG_OK) status = plan_candidate(s, module, rung, &arena, &memory);
   egi_module_destroy(module);
   egi_arena_clear(&arena);
   EG_TRY(status);
-  egi_log(s->trainer->ctx, EG_LOG_DEBUG, "checkpoints: rung %" PRIu32 " needs %" PRIu64 " bytes", rung, total);
-  *out_fits = total <= s->budget;
-  if (total >= s->least) return EG_OK;
-  s->least = total;
+  egi_log(s->trainer->ctx, EG_LOG_DEBUG,
+          "checkpoints: rung %" PRIu32 " needs %" PRIu64 " bytes, and %" PRIu64 " of the host", rung, memory.total,
+          memory.pinned);
+  *out_verdict = memory.pinned > s->host_budget ? TOO_LARGE_FOR_HOST : memory.total > s->budget ? TOO_LARGE : FITS;
+  if (*out_verdict == TOO_LARGE_FOR_HOST || memory.total >= s->least) return EG_OK;
+  s->least = memory.total;
   s->least_rung = rung;
   return EG_OK;
 }
@@ -87,39 +91,89 @@ static eg_status try_rung(search *s, uint32_t rung, bool *out_fits) {
 static eg_status bisect(search *s, uint32_t below, uint32_t fits, uint32_t *out_rung) {
   while (fits - below > 1) {
     uint32_t middle = below + (fits - below) / 2;
-    bool is_enough = false;
-    EG_TRY(try_rung(s, middle, &is_enough));
-    if (is_enough)
-      fits = middle;
-    else
+    verdict found;
+    EG_TRY(try_rung(s, middle, &found));
+    if (found == TOO_LARGE)
       below = middle;
+    else
+      fits = middle;
   }
   *out_rung = fits;
   return EG_OK;
 }
 
-static eg_status choose(search *s, const egi_checkpoint_stages *stages, uint32_t *out_rung) {
-  eg_checkpoint mode = s->trainer->options.checkpoint;
-  uint32_t first = mode == EG_CHECKPOINT_RECOMPUTE ? EGI_CHECKPOINT_WHOLE : EGI_CHECKPOINT_NOTHING;
-  uint32_t last = mode == EG_CHECKPOINT_OFF ? EGI_CHECKPOINT_NOTHING : EGI_CHECKPOINT_STAGES - 1;
-  *out_rung = stages->end[first];
-  if (s->budget == UINT64_MAX || first == last) return EG_OK;
-  for (uint32_t stage = first; stage <= last; stage++) {
-    bool is_enough = false;
-    if (stage > first && stages->end[stage] == stages->end[stage - 1]) continue;
-    EG_TRY(try_rung(s, stages->end[stage], &is_enough));
-    if (!is_enough) continue;
-    return stage == first ? EG_OK : bisect(s, stages->end[stage - 1], stages->end[stage], out_rung);
+/* The last rung of [below, end) that the host has room for: the higher ones offload more. */
+static eg_status bound_by_host(search *s, uint32_t below, uint32_t *end, verdict *out_verdict) {
+  uint32_t above = *end;
+  verdict found;
+  *out_verdict = TOO_LARGE;
+  while (above - below > 1) {
+    uint32_t middle = below + (above - below) / 2;
+    EG_TRY(try_rung(s, middle, &found));
+    if (found == TOO_LARGE_FOR_HOST) {
+      above = middle;
+    } else {
+      below = middle;
+      *out_verdict = found;
+    }
   }
-  *out_rung = s->least_rung;
+  *end = below;
   return EG_OK;
 }
 
+/* The first rung that fits of a stage that begins above `below`, which does not. */
+static eg_status search_stage(search *s, uint32_t below, uint32_t end, bool is_first, uint32_t *out_rung,
+                              bool *out_is_done) {
+  verdict found;
+  EG_TRY(try_rung(s, end, &found));
+  if (found == TOO_LARGE_FOR_HOST && !is_first) EG_TRY(bound_by_host(s, below, &end, &found));
+  *out_is_done = found == FITS;
+  *out_rung = end;
+  return found == FITS && !is_first ? bisect(s, below, end, out_rung) : EG_OK;
+}
+
+/* The stages that an option leaves to choose from. */
+static void bound_stages(eg_checkpoint mode, uint32_t *first, uint32_t *last) {
+  *first = mode == EG_CHECKPOINT_RECOMPUTE ? EGI_CHECKPOINT_WHOLE
+           : mode == EG_CHECKPOINT_OFFLOAD ? EGI_CHECKPOINT_OFFLOAD
+                                           : EGI_CHECKPOINT_NOTHING;
+  *last = mode == EG_CHECKPOINT_OFF         ? EGI_CHECKPOINT_NOTHING
+          : mode == EG_CHECKPOINT_RECOMPUTE ? EGI_CHECKPOINT_JOINED
+                                            : EGI_CHECKPOINT_OFFLOAD;
+}
+
+static eg_status choose(search *s, const egi_checkpoint_stages *stages, uint32_t *out_rung) {
+  uint32_t first, last;
+  bool is_done = false;
+  bound_stages(s->trainer->options.checkpoint, &first, &last);
+  *out_rung = stages->end[first];
+  if ((s->budget == UINT64_MAX && s->host_budget == UINT64_MAX) || first == last) return EG_OK;
+  for (uint32_t stage = first; stage <= last && !is_done; stage++) {
+    bool is_first = stage == first;
+    uint32_t below = is_first ? 0 : stages->end[stage - 1];
+    if (!is_first && stages->end[stage] == below) continue;
+    EG_TRY(search_stage(s, below, stages->end[stage], is_first, out_rung, &is_done));
+  }
+  if (!is_done) *out_rung = s->least_rung; /* the check of the budget says how much that is */
+  return EG_OK;
+}
+
+/* A device whose memory is the host's gains nothing by moving tensors there, unless its budget is a part of it. */
+static uint64_t host_budget(const eg_trainer *trainer, uint64_t available) {
+  const eg_trainer_options *o = &trainer->options;
+  bool is_apart = !trainer->machine.backend->is_host || o->checkpoint == EG_CHECKPOINT_OFFLOAD;
+  if (o->host_budget != 0) return o->host_budget;
+  if (is_apart || available == UINT64_MAX) return available;
+  if (o->memory_budget == 0) return 0;
+  return available > o->memory_budget ? available - o->memory_budget : 0;
+}
+
 eg_status egi_trainer_checkpoint(eg_trainer *trainer, const egi_batches *batches) {
-  uint64_t budget = trainer->options.memory_budget;
   search s = {.trainer = trainer, .batches = batches, .least = UINT64_MAX};
   egi_checkpoint_stages stages;
-  s.budget = budget != 0 ? budget : egi_memory_available();
+  uint64_t available = egi_memory_available();
+  s.budget = trainer->options.memory_budget != 0 ? trainer->options.memory_budget : available;
+  s.host_budget = host_budget(trainer, available);
   EG_TRY(egi_checkpoint_stages_find(trainer->machine.graph, &stages));
   EG_TRY(choose(&s, &stages, &trainer->rung));
   return apply(trainer, trainer->machine.graph, trainer->rung);

@@ -287,6 +287,7 @@ typedef struct egi_trainer_memory {
   uint64_t saved;
   uint64_t fixed;
   uint64_t total;
+  uint64_t pinned; /* in host memory beside it: what is offloaded */
 } egi_trainer_memory;
 /* Of the trainer with these lanes in place of its own. */
 void egi_trainer_bytes(const eg_trainer *trainer, const egi_lanes *lanes, egi_trainer_memory *out_memory);

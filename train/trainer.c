@@ -27,7 +27,7 @@ static eg_status check_options(eg_context *ctx, const eg_trainer_options *o) {
   if (o->dtype == EG_DTYPE_UNDEFINED) wrong = "dtype";
   if (o->packing < EG_PACKING_AUTO || o->packing > EG_PACKING_OFF) wrong = "packing";
   if (o->packing_cache < EG_PACKING_CACHE_ON || o->packing_cache > EG_PACKING_CACHE_READBACK) wrong = "packing_cache";
-  if (o->checkpoint < EG_CHECKPOINT_AUTO || o->checkpoint > EG_CHECKPOINT_RECOMPUTE) wrong = "checkpoint";
+  if (o->checkpoint < EG_CHECKPOINT_AUTO || o->checkpoint > EG_CHECKPOINT_OFFLOAD) wrong = "checkpoint";
   if (o->loss < EG_LOSS_AUTO || o->loss > EG_LOSS_COSINE) wrong = "loss";
   if (o->pooling < EG_POOLING_AUTO || o->pooling > EG_POOLING_OUTPUT) wrong = "pooling";
   if (!is_within(o->similarity_scale, 1e-6, 1e6)) wrong = "similarity_scale";
@@ -100,6 +100,10 @@ static eg_status check_budget(const eg_trainer *trainer) {
           "planned bytes: %" PRIu64 " weights, %" PRIu64 " states, %" PRIu64 " activations and workspace, %" PRIu64
           " constants",
           all.weights, all.states, all.transient, all.fixed);
+  if (trainer->options.host_budget != 0 && all.pinned > trainer->options.host_budget)
+    return egi_fail(trainer->ctx, EG_ERROR_BUDGET,
+                    "the host budget of %" PRIu64 " bytes is too small: %" PRIu64 " are needed for what is offloaded",
+                    trainer->options.host_budget, all.pinned);
   if (budget == 0 || all.total <= budget) return EG_OK;
   return egi_fail(trainer->ctx, EG_ERROR_BUDGET,
                   "the memory budget of %" PRIu64 " bytes is too small: at least %" PRIu64

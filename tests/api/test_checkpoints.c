@@ -16,6 +16,7 @@ typedef struct outcome {
   size_t count;
   uint64_t total;
   double loss;
+  egi_plan_transfers transfers;
 } outcome;
 
 static void spoil(eg_trainer *trainer) {
@@ -43,6 +44,7 @@ static outcome run(eg_context *ctx, eg_model *model, eg_dataset *dataset, const 
   egi_trainer_bytes(trainer, &trainer->lanes, &memory);
   result.gradients = api_read(trainer, true, &result.count);
   result.total = memory.total;
+  egi_plan_get_transfers(trainer->lanes.lanes[0].plan, &result.transfers);
   result.loss = report.loss;
   eg_trainer_destroy(trainer);
   return result;
@@ -70,6 +72,39 @@ static uint64_t least_of(eg_context *ctx, eg_model *model, eg_dataset *dataset, 
   return least;
 }
 
+static eg_model *make_deep_model(api_fixture *fixture) {
+  static const char config[] =
+      "{\"model_type\":\"llama\",\"hidden_size\":32,\"intermediate_size\":48,\"num_hidden_layers\":6,"
+      "\"num_attention_heads\":4,\"num_key_value_heads\":2,\"head_dim\":8,\"vocab_size\":48,"
+      "\"initializer_range\":0.2,\"max_position_embeddings\":64,\"rms_norm_eps\":1e-5,\"hidden_act\":\"silu\"}";
+  char path[256];
+  egi_module *module;
+  eg_model *model;
+  egi_new_options options = {.dtype = EG_DTYPE_F32, .seed = 3};
+  api_write(fixture, "deep.json", config);
+  api_path(fixture, path, sizeof path, "deep.json");
+  api_must(fixture->ctx, egi_huggingface_new(fixture->ctx, path, &options, &module));
+  api_path(fixture, path, sizeof path, "deep.onnx");
+  api_must(fixture->ctx, egi_module_export(module, module->graphs[0], path));
+  egi_module_destroy(module);
+  api_must(fixture->ctx, eg_model_load(fixture->ctx, path, NULL, &model));
+  return model;
+}
+
+/* Double- and single-buffered; what is moved comes back, the last block's input never leaves. */
+static void check_offload(eg_context *ctx, eg_model *model, eg_dataset *dataset, eg_trainer_options options,
+                          const outcome *keep) {
+  options.checkpoint = EG_CHECKPOINT_OFFLOAD;
+  for (int is_single = 0; is_single < 2; is_single++) {
+    options.single_buffer = is_single;
+    outcome moved = run(ctx, model, dataset, &options);
+    expect_same(keep, &moved);
+    assert_int_equal(moved.transfers.n_offloads, moved.transfers.n_reloads);
+    assert_true(moved.transfers.n_slots <= (is_single ? 1 : 2));
+    free(moved.gradients);
+  }
+}
+
 static void sweep(api_fixture *fixture, const char *file, eg_trainer_options options, unsigned n_budgets) {
   char path[256];
   eg_context *ctx = fixture->ctx;
@@ -82,6 +117,7 @@ static void sweep(api_fixture *fixture, const char *file, eg_trainer_options opt
   options.checkpoint = EG_CHECKPOINT_RECOMPUTE;
   outcome again = run(ctx, model, dataset, &options);
   expect_same(&keep, &again);
+  check_offload(ctx, model, dataset, options, &keep);
   options.checkpoint = EG_CHECKPOINT_AUTO;
   uint64_t least = least_of(ctx, model, dataset, &options);
   assert_true(least <= again.total && again.total <= keep.total && least < keep.total);
@@ -140,6 +176,41 @@ static void rebuilt_metadata_is_made_again(void **state) {
   sweep(*state, "llama/model.genai-int4.onnx", options, 4);
 }
 
+/* Six layers: all but the last leave, or as many as the host has room for. */
+static void a_host_budget_is_held(void **state) {
+  api_fixture *fixture = *state;
+  eg_context *ctx = fixture->ctx;
+  eg_model *model = make_deep_model(fixture);
+  eg_dataset *dataset = api_dataset(ctx, 5, LONGEST);
+  eg_trainer_options options = options_of(64, 1);
+  eg_trainer *trainer;
+  egi_trainer_memory all, some;
+  outcome keep = run(ctx, model, dataset, &options);
+  options.checkpoint = EG_CHECKPOINT_OFFLOAD;
+  outcome moved = run(ctx, model, dataset, &options);
+  expect_same(&keep, &moved);
+  assert_int_equal(moved.transfers.n_offloads, 5);
+  assert_int_equal(moved.transfers.n_slots, 2);
+  api_must(ctx, eg_trainer_create(model, dataset, &options, &trainer));
+  egi_trainer_bytes(trainer, &trainer->lanes, &all);
+  eg_trainer_destroy(trainer);
+  options.host_budget = all.pinned - 1;
+  assert_int_equal(eg_trainer_create(model, dataset, &options, &trainer), EG_ERROR_BUDGET);
+  api_expect_error(ctx, "host budget");
+  options.checkpoint = EG_CHECKPOINT_AUTO;
+  options.host_budget = all.pinned / 2;
+  options.memory_budget = least_of(ctx, model, dataset, &options);
+  assert_true(options.memory_budget > all.total);
+  api_must(ctx, eg_trainer_create(model, dataset, &options, &trainer));
+  egi_trainer_bytes(trainer, &trainer->lanes, &some);
+  assert_true(some.pinned > 0 && some.pinned <= options.host_budget && some.total <= options.memory_budget);
+  eg_trainer_destroy(trainer);
+  free(keep.gradients);
+  free(moved.gradients);
+  eg_dataset_destroy(dataset);
+  eg_model_destroy(model);
+}
+
 /* Adapters of the upper layer alone: nothing below them has a backward pass. */
 static void blocks_below_the_first_adapter_stay(void **state) {
   eg_trainer_options options = options_of(128, 1);
@@ -150,10 +221,13 @@ static void blocks_below_the_first_adapter_stay(void **state) {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, api_setup, api_teardown)
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      TEST(budgets_are_held_by_a_dense_model),  TEST(budgets_are_held_by_a_model_of_experts),
-      TEST(plain_operators_are_made_again),     TEST(full_training_is_made_again),
-      TEST(padded_batches_are_made_again),      TEST(rebuilt_metadata_is_made_again),
-      TEST(blocks_below_the_first_adapter_stay)};
+  const struct CMUnitTest tests[] = {TEST(budgets_are_held_by_a_dense_model),
+                                     TEST(budgets_are_held_by_a_model_of_experts),
+                                     TEST(plain_operators_are_made_again),
+                                     TEST(full_training_is_made_again),
+                                     TEST(padded_batches_are_made_again),
+                                     TEST(rebuilt_metadata_is_made_again),
+                                     TEST(a_host_budget_is_held),
+                                     TEST(blocks_below_the_first_adapter_stay)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

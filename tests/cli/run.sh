@@ -76,10 +76,10 @@ printf '{"rank": {"a": 1}}' >settings.json
 bad 2 'rank' train model.onnx --data data.jsonl --out run --config settings.json
 
 # ---- options of other versions: named, never ignored ----
-for option in '--quant nf4' '--device cuda' '--dtype bf16' '--checkpoint offload' \
+for option in '--quant nf4' '--device cuda' '--dtype bf16' \
   '--optimizer adamw8bit' '--loss dpo' '--lora-dropout 0.1' '--neftune 5' '--init pissa' '--qat int4' '--plan p.json' \
-  '--double-buffer off' '--moe-dispatch loop' '--exclude x' '--target-parameters a.b' \
-  '--lora-plus 16' '--host-budget 1G' '--quant-block 128' '--double-quant off'; do
+  '--moe-dispatch loop' '--exclude x' '--target-parameters a.b' \
+  '--lora-plus 16' '--quant-block 128' '--double-quant off'; do
   # shellcheck disable=SC2086 # option and value
   bad 1 "$option is not in this version" train model.onnx --data data.jsonl --out run $option
 done
@@ -131,6 +131,8 @@ bad 1 'tokens' train model.onnx --data data.jsonl --out run --tokens 0
 bad 1 '--steps 0' train model.onnx --data data.jsonl --out run --steps 0
 bad 1 '--betas' train model.onnx --data data.jsonl --out run --betas 0.9
 bad 1 '--memory-budget' train model.onnx --data data.jsonl --out run --memory-budget lots
+bad 1 '--host-budget' train model.onnx --data data.jsonl --out run --host-budget lots
+bad 2 '--checkpoint' train model.onnx --data data.jsonl --out run --checkpoint some
 bad 1 'budget of 1024 bytes' train model.onnx --data data.jsonl --out run --memory-budget 1K
 bad 1 'adapter_config.json' train model.onnx --data data.jsonl --out run --init-adapter missing
 bad 1 'no pass named "squeeze_all"' rewrite model.onnx -o other.onnx --passes squeeze_all
@@ -200,6 +202,12 @@ bad 1 'adapter_model.safetensors' generate model.onnx --adapter spoiled --prompt
 absent again
 absent exported
 good train model.onnx --data data.jsonl --out again --init-adapter run --rank 4 --steps 1
+for option in '--checkpoint off' '--checkpoint recompute' '--checkpoint offload' \
+  '--checkpoint offload --double-buffer off --host-budget 1G --memory-budget 1G'; do
+  # shellcheck disable=SC2086 # options and values
+  good train model.onnx --data data.jsonl --out saved --rank 4 --alpha 8 --steps 4 --lr 1e-2 --tokens 16 $option
+  cmp -s saved/adapter_model.safetensors run/adapter_model.safetensors || fail "the adapter of $option differs"
+done
 good export model.onnx --adapter run --format peft -o exported
 cmp -s run/adapter_model.safetensors exported/adapter_model.safetensors || fail "the exported adapter differs"
 good export model.onnx --adapter run --format peft --portable --dtype f16 -o portable

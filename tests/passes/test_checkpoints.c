@@ -29,11 +29,25 @@ static void make_graph(pass_fixture *fixture) {
   pass_run(fixture, "name_modules,append_loss,graft_adapters,differentiate,eliminate_common,eliminate_dead", &adapt);
 }
 
-static void run_rung(pass_fixture *fixture, uint32_t rung) {
+/* Three blocks. */
+static void make_deep_graph(pass_fixture *fixture) {
+  static const egi_adapter_target targets[3] = {{"layers.0.up", 1, 1}, {"layers.1.up", 1, 1}, {"layers.2.up", 1, 1}};
+  const egi_adapt_options adapt = {.adapters = targets, .n_adapters = 3, .has_gradient = true};
+  pass_graph(fixture, "(int64[batch,sequence] input_ids) => (float[batch,sequence,5] logits)\n" WEIGHTS "\n"
+                      "{ x0 = Gather (t, input_ids)\n" BLOCK("x0", "x1", "0") BLOCK("x1", "x2", "1")
+                          BLOCK("x2", "x3", "2") "logits = MatMul (x3, h) }");
+  pass_run(fixture, "name_modules,append_loss,graft_adapters,differentiate,eliminate_common,eliminate_dead", &adapt);
+}
+
+static void run_options(pass_fixture *fixture, const egi_checkpoint_options *checkpoints) {
   static const char *const names[] = {"buffer_checkpoints"};
-  const egi_checkpoint_options checkpoints = {.rung = rung};
-  const egi_pipeline_options options = {.checkpoints = &checkpoints};
+  const egi_pipeline_options options = {.checkpoints = checkpoints};
   assert_int_equal(egi_passes_run(fixture->graph, names, 1, &options, NULL), EG_OK);
+}
+
+static void run_rung(pass_fixture *fixture, uint32_t rung) {
+  const egi_checkpoint_options checkpoints = {.rung = rung};
+  run_options(fixture, &checkpoints);
 }
 
 /* The input and the gradient of each block, by what makes them. */
@@ -92,6 +106,56 @@ static void whole_blocks_are_made_again_from_their_inputs(void **state) {
   assert_int_equal(pass_count(fixture, EGI_OP_MatMul), n_products + 5);
 }
 
+static const egi_node *find_node(const pass_fixture *fixture, egi_op op) {
+  for (egi_node_id id = 1; id < fixture->graph->n_nodes; id++)
+    if (fixture->graph->nodes[id].op == op) return &fixture->graph->nodes[id];
+  return NULL;
+}
+
+/* The Barrier that waits for `value`. */
+static const egi_node *find_barrier(const pass_fixture *fixture, egi_value_id value) {
+  for (egi_node_id id = 1; id < fixture->graph->n_nodes; id++) {
+    const egi_node *node = &fixture->graph->nodes[id];
+    if (node->op == EGI_OP_Barrier && node->inputs[1] == value) return node;
+  }
+  return NULL;
+}
+
+static egi_value_id gradient_of_block(pass_fixture *fixture, uint32_t block) {
+  egi_blocks blocks;
+  assert_int_equal(egi_blocks_find(fixture->graph, &fixture->arena, &blocks), EG_OK);
+  return blocks.blocks[block].gradient;
+}
+
+/* Three blocks, of which the second and third are joined: the first input leaves, the last stays. */
+static void inputs_wait_on_the_host(void **state) {
+  pass_fixture *fixture = *state;
+  for (int is_single = 0; is_single < 2; is_single++) {
+    const egi_checkpoint_options checkpoints = {.rung = UINT32_MAX, .is_single_buffered = is_single};
+    make_deep_graph(fixture);
+    egi_value_id gradients[3];
+    for (uint32_t b = 0; b < 3; b++) gradients[b] = gradient_of_block(fixture, b);
+    run_options(fixture, &checkpoints);
+    assert_int_equal(pass_count(fixture, EGI_OP_Offload), 1);
+    assert_int_equal(pass_count(fixture, EGI_OP_Reload), 1);
+    const egi_graph *graph = fixture->graph;
+    const egi_node *offload = find_node(fixture, EGI_OP_Offload), *reload = find_node(fixture, EGI_OP_Reload);
+    assert_string_equal(graph->values[offload->inputs[0]].name, "x0");
+    assert_int_equal(reload->inputs[0], offload->outputs[0]);
+    assert_int_equal(reload->inputs[1], is_single ? gradients[1] : gradients[2]); /* blocks 0 and 1 are one */
+    /* what follows the first group, or the second, goes on behind the copy */
+    const egi_node *barrier = find_barrier(fixture, offload->outputs[0]);
+    assert_non_null(barrier);
+    assert_string_equal(graph->values[barrier->inputs[0]].name, is_single ? "x2" : "x3");
+    for (egi_node_id id = 1; id < graph->n_nodes; id++) { /* the backward pass reads what came back */
+      const egi_node *node = &graph->nodes[id];
+      bool is_first =
+          node == offload || node->op == EGI_OP_Add || strcmp(node->name, "/layers.0/norm/RMSNormalization") == 0;
+      for (uint16_t i = 0; i < node->n_inputs && !is_first; i++) assert_true(node->inputs[i] != offload->inputs[0]);
+    }
+  }
+}
+
 /* Once made, neither the passes that clean up nor a second run change it. */
 static void nothing_undoes_it(void **state) {
   pass_fixture *fixture = *state;
@@ -107,6 +171,13 @@ static void nothing_undoes_it(void **state) {
   make_graph(fixture);
   run_rung(fixture, 0);
   assert_int_equal(pass_count(fixture, EGI_OP_Barrier), 0);
+  make_deep_graph(fixture);
+  pass_run(fixture, clean, NULL);
+  run_rung(fixture, UINT32_MAX);
+  n_nodes = fixture->graph->n_nodes;
+  pass_run(fixture, clean, NULL);
+  run_rung(fixture, UINT32_MAX);
+  assert_int_equal(fixture->graph->n_nodes, n_nodes);
 }
 
 static void a_graph_without_a_loss_is_refused(void **state) {
@@ -139,6 +210,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {TEST(blocks_lie_between_values_that_all_comes_through),
                                      TEST(norms_and_activations_are_made_again_first),
                                      TEST(whole_blocks_are_made_again_from_their_inputs),
+                                     TEST(inputs_wait_on_the_host),
                                      TEST(nothing_undoes_it),
                                      TEST(a_graph_without_a_loss_is_refused),
                                      TEST(a_way_past_joins_blocks)};
