@@ -10,12 +10,14 @@
 
 typedef struct body_row {
   egi_op op;
+  bool is_fused; /* --no-fuse expands it */
   const char *inputs, *outputs;
   egi_body_writer write;
 } body_row;
 
 static const body_row rows[] = {
-#define EGI_BODY(symbol, inputs, outputs, writer) {EGI_OP_##symbol, inputs, outputs, egi_body_##writer},
+#define EGI_BODY(symbol, inputs, outputs, writer) {EGI_OP_##symbol, true, inputs, outputs, egi_body_##writer},
+#define EGI_FILE_BODY(symbol, inputs, outputs, writer) {EGI_OP_##symbol, false, inputs, outputs, egi_body_##writer},
 #include "graph/bodies.def"
 #undef EGI_BODY
 };
@@ -30,6 +32,11 @@ bool egi_op_has_body(egi_op op) {
   return find_row(op) != NULL;
 }
 
+bool egi_op_is_fused(egi_op op) {
+  const body_row *row = find_row(op);
+  return row != NULL && row->is_fused;
+}
+
 /* ---- for writers ---------------------------------------------------------------------------------------------- */
 
 bool egi_body_has(const egi_body *body, unsigned input) {
@@ -37,7 +44,9 @@ bool egi_body_has(const egi_body *body, unsigned input) {
 }
 
 bool egi_body_wants(const egi_body *body, unsigned output) {
-  return output < body->node->n_outputs && body->node->outputs[output] != 0;
+  for (unsigned i = output; i < body->node->n_outputs; i++)
+    if (body->node->outputs[i] != 0) return true;
+  return false;
 }
 
 eg_dtype egi_body_dtype(const egi_body *body, unsigned input) {
@@ -242,6 +251,7 @@ static eg_status call_one(caller *c, egi_node_id id, uint32_t *count) {
   if (!is_written) return EG_OK;
   EG_TRY(add_function(c, node, &index));
   const egi_function *function = &c->graph->module->functions[index];
+  while (node->n_outputs > 0 && node->outputs[node->n_outputs - 1] == 0) node->n_outputs--;
   node->op_name = function->name;
   node->domain = function->domain;
   node->overload = function->overload;
@@ -251,7 +261,7 @@ static eg_status call_one(caller *c, egi_node_id id, uint32_t *count) {
   return EG_OK;
 }
 
-eg_status egi_graph_call_bodies(egi_graph *graph, bool is_own_only, uint32_t *out_count) {
+eg_status egi_graph_call_bodies(egi_graph *graph, egi_bodies which, uint32_t *out_count) {
   caller c = {.graph = graph};
   eg_status status = EG_OK;
   egi_arena_init(&c.arena, graph->module->ctx, EGI_PURPOSE_GRAPH);
@@ -261,7 +271,9 @@ eg_status egi_graph_call_bodies(egi_graph *graph, bool is_own_only, uint32_t *ou
   for (egi_node_id id = 1; id < graph->n_nodes && status == EG_OK; id++) {
     egi_op op = graph->nodes[id].op;
     if (op == EGI_OP_NONE || op == EGI_OP_UNKNOWN || !egi_op_has_body(op)) continue;
-    if (!is_own_only || strcmp(egi_op_get(op)->domain, DOMAIN) == 0) status = call_one(&c, id, out_count);
+    bool is_meant = which == EGI_BODIES_ALL || (which == EGI_BODIES_FUSED && egi_op_is_fused(op)) ||
+                    (which == EGI_BODIES_OWN && strcmp(egi_op_get(op)->domain, DOMAIN) == 0);
+    if (is_meant) status = call_one(&c, id, out_count);
   }
   egi_text_free(&c.text);
   egi_arena_clear(&c.arena);

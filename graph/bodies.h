@@ -20,6 +20,7 @@ typedef bool (*egi_body_writer)(egi_body *body);
 #undef EGI_BODY
 
 bool egi_body_has(const egi_body *body, unsigned input);
+/* Whether the formal output is there: it or one behind it is wanted. */
 bool egi_body_wants(const egi_body *body, unsigned output);
 /* EG_DTYPE_UNDEFINED and -1 where not known: an imported file's functions are looked at before types are inferred. */
 eg_dtype egi_body_dtype(const egi_body *body, unsigned input);
@@ -33,6 +34,19 @@ void egi_body_integer(egi_body *body, const char *name, int64_t value);
 /* "NAME = FROM" in float32, where narrow floats are to be computed with more digits; float64 stays. FROM has the type
  * of the input. */
 void egi_body_widen(egi_body *body, const char *name, const char *from, unsigned input);
+
+/* axes = the dims from the attribute `axis` on; false where they cannot be counted from the end. */
+bool egi_body_axes(egi_body *body);
+/* w = the weight of a node with the attributes of Linear as floats [out, in]; [in, out] where it is turned. Its scales
+ * are input `scales`, zero points and groups come behind them. False where it is stored in no such way. */
+bool egi_body_stored_weight(egi_body *body, unsigned scales);
+bool egi_body_is_turned(const egi_body *body);
+/* NAME = the value FROM, which has the rank of one input, summed to the shape of LIKE, another input. */
+typedef struct egi_body_sum {
+  const char *name, *from, *like;
+  unsigned from_input, like_input;
+} egi_body_sum;
+bool egi_body_sum_to(egi_body *body, egi_body_sum sum);
 
 /* "Name (a, b) => (c) { ... }" for a node; *out_is_written false: it has no body. */
 eg_status egi_body_write(const egi_graph *graph, const egi_node *node, egi_text *text, bool *out_is_written);
@@ -51,5 +65,12 @@ const char *egi_body_add_condition(egi_body *body, const char *valid, const char
 void egi_body_add_probabilities(egi_body *body, const char *valid, const char *scores);
 /* y4 = probabilities · values, in the type of q. */
 void egi_body_add_mixture(egi_body *body);
+/* q4, k_all and v_all of Attention without a past, 3-D or 4-D. */
+void egi_body_add_heads(egi_body *body, bool is_flat);
+/* Which keys a query may look at: the last condition's name, NULL: all of them. Of Attention, whose mask may add to the
+ * scores: their new name; and of engraft.Attention, whose inputs for valid keys and bounds are these. */
+bool egi_body_has_whole_mask(const egi_body *body, bool has_past);
+const char *egi_body_add_mask(egi_body *body, bool has_past, const char **scores);
+const char *egi_body_add_kind(egi_body *body, unsigned key_valid, unsigned first_key);
 
 #endif

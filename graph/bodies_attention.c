@@ -7,7 +7,7 @@
 #define LOWEST (-3.4028234663852886e38)
 
 /* q4, k4, v4: [batch, heads, rows, width]. */
-static void add_heads(egi_body *body, bool is_flat) {
+void egi_body_add_heads(egi_body *body, bool is_flat) {
   static const char *const names[] = {"q", "k", "v"};
   const int64_t counts[] = {egi_node_int(body->node, "q_num_heads", 0), egi_node_int(body->node, "kv_num_heads", 0)};
   for (int i = 0; i < 3; i++) {
@@ -81,14 +81,14 @@ const char *egi_body_add_condition(egi_body *body, const char *valid, const char
 }
 
 /* Which keys a query may look at by position: the last condition's name, NULL: all of them. */
-static const char *add_window(egi_body *body) {
+static const char *add_window(egi_body *body, bool has_past) {
   bool is_causal = egi_node_int(body->node, "is_causal", 0) != 0;
   int64_t left = egi_node_int(body->node, "left_window_size", -1);
   int64_t right = egi_node_int(body->node, "right_window_size", -1);
   const char *valid = NULL;
   if (!is_causal && left < 0 && right < 0) return NULL;
   egi_body_add_positions(body);
-  if (egi_body_has(body, 4))
+  if (has_past)
     egi_text_add(body->text, "past = Shape <start = 2, end = 3> (past_key)\nrows = Add (rows_, past)\n");
   else
     egi_text_add(body->text, "rows = Identity (rows_)\n");
@@ -129,30 +129,37 @@ void egi_body_add_mixture(egi_body *body) {
                            "y4 = Reshape <allowzero = 1> (y5, y_shape)\n");
 }
 
-/* The mask covers all keys, or is of one column for all of them in no known case: such a column is the first key. */
-static bool has_whole_mask(const egi_body *body) {
+/* A mask of one column is one of the first key alone. */
+bool egi_body_has_whole_mask(const egi_body *body, bool has_past) {
+  if (!egi_body_has(body, 3)) return true;
   int64_t columns = egi_body_size(body, 3, -1), keys = egi_body_size(body, 1, -2);
-  if (egi_body_has(body, 4) || columns < 0) return columns < 0;
+  if (has_past || columns < 0) return columns < 0;
   return columns == keys;
 }
 
-bool egi_body_attention(egi_body *body) {
-  int rank = egi_body_rank(body, 0);
-  const char *scores = "scores";
-  if (rank < 0 || egi_body_has(body, 6) || egi_body_wants(body, 3) || egi_body_wants(body, 4)) return false;
-  if (egi_body_has(body, 3) && !has_whole_mask(body)) return false;
-  add_heads(body, rank == 3);
-  add_past(body);
-  egi_body_add_scores(body);
-  const char *valid = add_window(body);
+const char *egi_body_add_mask(egi_body *body, bool has_past, const char **scores) {
+  const char *valid = add_window(body, has_past);
   if (egi_body_dtype(body, 3) == EG_DTYPE_BOOL) {
     valid = egi_body_add_condition(body, valid, "is_unmasked", "Identity (mask)");
   } else if (egi_body_has(body, 3)) {
     egi_text_add(body->text, "is_hidden = IsInf <detect_positive = 0> (mask)\nbias = CastLike (mask, scores)\n"
                              "biased = Add (scores, bias)\n");
     valid = egi_body_add_condition(body, valid, "is_unmasked", "Not (is_hidden)");
-    scores = "biased";
+    *scores = "biased";
   }
+  return valid;
+}
+
+bool egi_body_attention(egi_body *body) {
+  int rank = egi_body_rank(body, 0);
+  bool has_past = egi_body_has(body, 4);
+  const char *scores = "scores";
+  if (rank < 0 || egi_body_has(body, 6) || egi_body_wants(body, 3)) return false;
+  if (!egi_body_has_whole_mask(body, has_past)) return false;
+  egi_body_add_heads(body, rank == 3);
+  add_past(body);
+  egi_body_add_scores(body);
+  const char *valid = egi_body_add_mask(body, has_past, &scores);
   egi_body_add_probabilities(body, valid, scores);
   egi_body_add_mixture(body);
   if (rank == 4)
@@ -168,11 +175,11 @@ bool egi_body_attention(egi_body *body) {
 /* ---- engraft.Attention ---------------------------------------------------------------------------------------- */
 
 /* Which keys a query may look at, as add_window(); the window counts the query's own key. */
-static const char *add_kind(egi_body *body) {
+const char *egi_body_add_kind(egi_body *body, unsigned key_valid, unsigned first_key) {
   bool is_causal = egi_node_int(body->node, "causal", 0) != 0;
   int64_t window = egi_node_int(body->node, "window", 0);
   const char *valid = NULL;
-  bool has_documents = egi_body_has(body, 5);
+  bool has_documents = egi_body_has(body, first_key);
   if (is_causal || window > 0 || has_documents) egi_body_add_positions(body);
   if (is_causal) valid = egi_body_add_condition(body, valid, "is_before", "LessOrEqual (columns, rows_)");
   if (window > 0) {
@@ -190,7 +197,7 @@ static const char *add_kind(egi_body *body) {
     valid = egi_body_add_condition(body, valid, "is_begun", "GreaterOrEqual (narrow_columns, first_keys)");
     valid = egi_body_add_condition(body, valid, "is_not_over", "LessOrEqual (narrow_columns, last_queries)");
   }
-  if (!egi_body_has(body, 3)) return valid;
+  if (!egi_body_has(body, key_valid)) return valid;
   const int64_t axes[2] = {1, 2};
   egi_body_integers(body, "valid_axes", axes, 2);
   return egi_body_add_condition(body, valid, "is_key", "Unsqueeze (key_valid, valid_axes)");
@@ -259,7 +266,7 @@ bool egi_body_packed_metadata(egi_body *body) {
 bool egi_body_masked_attention(egi_body *body) {
   egi_text_add(body->text, "q4 = Identity (q)\nk_all = Identity (k)\nv_all = Identity (v)\n");
   egi_body_add_scores(body);
-  const char *valid = add_kind(body);
+  const char *valid = egi_body_add_kind(body, 3, 5);
   if (egi_body_has(body, 4))
     add_sink_probabilities(body, valid);
   else

@@ -42,17 +42,17 @@ static void add_blocks(egi_body *body, const char *name, int64_t count, int64_t 
   egi_text_format(body->text, "indices = Range (zero, count, one)\n%s = Div (indices, block)\n", name);
 }
 
-/* w = (codes - zeros) · scales */
-static void add_nbits_weight(egi_body *body) {
+/* w = (codes - zeros) · scales; zero points and groups are the inputs behind the scales. */
+static void add_nbits_weight(egi_body *body, unsigned scales) {
   int64_t n = egi_node_int(body->node, "out_features", 1), k = egi_node_int(body->node, "in_features", 1);
   int64_t block = egi_node_int(body->node, "block_size", 1);
   unsigned bits = (unsigned)egi_node_int(body->node, "bits", 4);
-  bool has_zeros = egi_body_has(body, EGI_LINEAR_ZERO_POINTS);
+  bool has_zeros = egi_body_has(body, scales + 1);
   add_sizes(body, &n, k);
   egi_text_add(body->text, "bytes = Reshape (weight, rows_first)\n");
   add_codes(body, "padded", "bytes", bits, false);
   egi_text_add(body->text, "codes = Slice (padded, start, columns, last)\n");
-  if (egi_body_has(body, EGI_LINEAR_GROUP_INDEX))
+  if (egi_body_has(body, scales + 2))
     egi_text_add(body->text, "groups = Identity (group_index)\n");
   else
     add_blocks(body, "groups", k, block);
@@ -60,7 +60,7 @@ static void add_nbits_weight(egi_body *body) {
                            "factor = Gather <axis = 1> (scale_wide, groups)\n");
   if (has_zeros) {
     egi_text_add(body->text, "zero_rows = Reshape (zero_points, rows_first)\n");
-    if (egi_body_dtype(body, EGI_LINEAR_ZERO_POINTS) == EG_DTYPE_U8)
+    if (egi_body_dtype(body, scales + 1) == EG_DTYPE_U8)
       add_codes(body, "zero_blocks", "zero_rows", bits, false);
     else
       egi_text_add(body->text, "zero_blocks = Cast <to = 1> (zero_rows)\n");
@@ -95,24 +95,44 @@ static void add_bnb4_weight(egi_body *body) {
                            "w = Reshape (values, shape)\n");
 }
 
-static void add_blocked_weight(egi_body *body) {
+static void add_blocked_weight(egi_body *body, unsigned scales) {
   egi_text_format(body->text, "w = DequantizeLinear <axis = %lld, block_size = %lld> (weight, scales%s)\n",
                   (long long)egi_node_int(body->node, "axis", 1), (long long)egi_node_int(body->node, "block_size", 0),
-                  egi_body_has(body, EGI_LINEAR_ZERO_POINTS) ? ", zero_points" : "");
+                  egi_body_has(body, scales + 1) ? ", zero_points" : "");
+}
+
+bool egi_body_is_turned(const egi_body *body) {
+  return egi_linear_storage_of(body->node) == EGI_LINEAR_BLOCKED && egi_node_int(body->node, "transposed", 0) != 0;
+}
+
+bool egi_body_stored_weight(egi_body *body, unsigned scales) {
+  egi_linear_storage storage = egi_linear_storage_of(body->node);
+  if (storage == EGI_LINEAR_UNKNOWN || storage == EGI_LINEAR_PLAIN) return false;
+  if (storage == EGI_LINEAR_NBITS) add_nbits_weight(body, scales);
+  if (storage == EGI_LINEAR_BNB4) add_bnb4_weight(body);
+  if (storage == EGI_LINEAR_BLOCKED) add_blocked_weight(body, scales);
+  return true;
 }
 
 bool egi_body_linear(egi_body *body) {
-  egi_linear_storage storage = egi_linear_storage_of(body->node);
-  bool is_plain = storage == EGI_LINEAR_PLAIN, has_bias = egi_body_has(body, EGI_LINEAR_BIAS);
-  bool is_turned = storage == EGI_LINEAR_BLOCKED && egi_node_int(body->node, "transposed", 0) != 0;
-  if (storage == EGI_LINEAR_UNKNOWN) return false;
-  if (storage == EGI_LINEAR_NBITS) add_nbits_weight(body);
-  if (storage == EGI_LINEAR_BNB4) add_bnb4_weight(body);
-  if (storage == EGI_LINEAR_BLOCKED) add_blocked_weight(body);
+  bool is_plain = egi_linear_storage_of(body->node) == EGI_LINEAR_PLAIN;
+  bool has_bias = egi_body_has(body, EGI_LINEAR_BIAS), is_turned = egi_body_is_turned(body);
+  if (!is_plain && !egi_body_stored_weight(body, EGI_LINEAR_SCALES)) return false;
   if (!is_plain) egi_text_add(body->text, "stored = CastLike (w, x)\n");
   if (!is_turned)
     egi_text_format(body->text, "turned = Transpose <perm = [1, 0]> (%s)\n", is_plain ? "weight" : "stored");
   egi_text_format(body->text, "%s = MatMul (x, %s)\n", has_bias ? "product" : "y", is_turned ? "stored" : "turned");
   if (has_bias) egi_text_add(body->text, "y = Add (product, bias)\n");
+  return true;
+}
+
+/* dX = dY · W */
+bool egi_body_linear_grad(egi_body *body) {
+  bool is_plain = egi_linear_storage_of(body->node) == EGI_LINEAR_PLAIN;
+  if (!is_plain && !egi_body_stored_weight(body, EGI_LINEAR_SCALES)) return false;
+  egi_text_add(body->text, is_plain ? "stored = Identity (weight)\n" : "stored = CastLike (w, dy)\n");
+  egi_text_add(body->text, egi_body_is_turned(body) ? "matrix = Transpose <perm = [1, 0]> (stored)\n"
+                                                    : "matrix = Identity (stored)\n");
+  egi_text_add(body->text, "dx = MatMul (dy, matrix)\n");
   return true;
 }

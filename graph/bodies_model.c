@@ -4,8 +4,7 @@
 
 #include <string.h>
 
-/* axes = the dims from `axis` on; false where they cannot be counted from the end. */
-static bool add_axes(egi_body *body) {
+bool egi_body_axes(egi_body *body) {
   int64_t axis = egi_node_int(body->node, "axis", -1), axes[EGI_MAX_RANK];
   int rank = egi_body_rank(body, 0);
   unsigned count = 0;
@@ -25,7 +24,7 @@ static void add_root(egi_body *body) {
 }
 
 bool egi_body_rms_normalization(egi_body *body) {
-  if (!add_axes(body)) return false;
+  if (!egi_body_axes(body)) return false;
   egi_body_widen(body, "d", "x", 0);
   add_root(body);
   egi_text_add(body->text, "ratio = Div (d, root)\nn = CastLike (ratio, scale)\ny = Mul (n, scale)\n");
@@ -35,7 +34,7 @@ bool egi_body_rms_normalization(egi_body *body) {
 bool egi_body_layer_normalization(egi_body *body) {
   bool has_bias = egi_body_has(body, 2);
   long long stash = (long long)egi_node_int(body->node, "stash_type", EG_DTYPE_F32);
-  if (!add_axes(body)) return false;
+  if (!egi_body_axes(body)) return false;
   egi_body_widen(body, "wide", "x", 0);
   egi_text_add(body->text, "average = ReduceMean (wide, axes)\nd = Sub (wide, average)\n");
   add_root(body);

@@ -25,7 +25,16 @@ static const egi_function *find_function(const egi_module *module, const egi_nod
 
 /* ---- comparing ------------------------------------------------------------------------------------------------ */
 
-static bool same_attribute(const egi_attribute *a, const egi_attribute *b) {
+static bool same_weight(const egi_module *module, uint32_t a, uint32_t b) {
+  const egi_weight *x = &module->weights[a], *y = &module->weights[b];
+  if (x->dtype != y->dtype || x->rank != y->rank || x->bytes.kind != EGI_BYTES_MEMORY) return false;
+  if (y->bytes.kind != EGI_BYTES_MEMORY || x->bytes.size_bytes != y->bytes.size_bytes) return false;
+  for (int i = 0; i < x->rank; i++)
+    if (x->dims[i] != y->dims[i]) return false;
+  return x->bytes.size_bytes == 0 || !memcmp(x->bytes.data, y->bytes.data, (size_t)x->bytes.size_bytes);
+}
+
+static bool same_attribute(const egi_module *module, const egi_attribute *a, const egi_attribute *b) {
   if (strcmp(a->name, b->name) != 0 || a->kind != b->kind) return false;
   switch (a->kind) {
   case EGI_ATTRIBUTE_INT:
@@ -36,18 +45,11 @@ static bool same_attribute(const egi_attribute *a, const egi_attribute *b) {
     return strcmp(a->u.s, b->u.s) == 0;
   case EGI_ATTRIBUTE_INTS:
     return a->count == b->count && (a->count == 0 || !memcmp(a->u.ints, b->u.ints, a->count * sizeof *a->u.ints));
+  case EGI_ATTRIBUTE_TENSOR:
+    return same_weight(module, a->u.weight, b->u.weight);
   default:
     return false; /* bodies have no others */
   }
-}
-
-static bool same_weight(const egi_module *module, uint32_t a, uint32_t b) {
-  const egi_weight *x = &module->weights[a], *y = &module->weights[b];
-  if (x->dtype != y->dtype || x->rank != y->rank || x->bytes.kind != EGI_BYTES_MEMORY) return false;
-  if (y->bytes.kind != EGI_BYTES_MEMORY || x->bytes.size_bytes != y->bytes.size_bytes) return false;
-  for (int i = 0; i < x->rank; i++)
-    if (x->dims[i] != y->dims[i]) return false;
-  return x->bytes.size_bytes == 0 || !memcmp(x->bytes.data, y->bytes.data, (size_t)x->bytes.size_bytes);
 }
 
 static bool same_value(const egi_graph *a, egi_value_id x, const egi_graph *b, egi_value_id y) {
@@ -69,7 +71,7 @@ static bool same_node(const egi_graph *a, const egi_node *x, const egi_graph *b,
   if (x->n_inputs != y->n_inputs || x->n_outputs != y->n_outputs) return false;
   for (uint16_t i = 0; i < x->n_attributes; i++) {
     const egi_attribute *other = egi_node_attribute(y, x->attributes[i].name);
-    if (other == NULL || !same_attribute(&x->attributes[i], other)) return false;
+    if (other == NULL || !same_attribute(a->module, &x->attributes[i], other)) return false;
   }
   return same_values(a, x->inputs, b, y->inputs, x->n_inputs) &&
          same_values(a, x->outputs, b, y->outputs, x->n_outputs);

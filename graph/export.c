@@ -237,6 +237,7 @@ eg_status egi_export_with_limit(const egi_module *module, const egi_graph *graph
   egi_arena_init(&exporter.arena, module->ctx, EGI_PURPOSE_GRAPH);
   egi_map_init(&exporter.infos, &exporter.arena);
   egi_map_init(&exporter.tensors, &exporter.arena);
+  egi_map_init(&exporter.node_names, &exporter.arena);
   egi_map_init(&exporter.domains, &exporter.arena);
   egi_map_init(&exporter.locations, &exporter.arena);
   eg_status status = export_model(&exporter, graph);

@@ -21,6 +21,7 @@ typedef struct egi_exporter {
   egi_map infos;                /* name of a value -> index in info_rows */
   egi_map tensors;              /* name -> index of file->graph->initializer */
   Onnx__ValueInfoProto **info_rows;
+  egi_map node_names;
   egi_map domains; /* other operators' domains -> index in domain_rows */
   const char **domain_rows;
   uint32_t n_domains, domains_capacity;

@@ -128,14 +128,22 @@ static eg_status export_names(egi_exporter *exporter, const egi_graph *graph, co
   return EG_OK;
 }
 
-/* A node that a pass made carries its module path in its name, where the importer finds it again. */
+/* A node that a pass made carries its module path in its name, where the importer finds it again, and has a name of its
+ * own. */
 static eg_status export_name(egi_exporter *exporter, const egi_node *node, egi_node_id id, Onnx__NodeProto *row) {
   row->name = egi_export_text(node->name[0] ? node->name : NULL);
-  if (node->origin || !node->scope || !node->scope[0]) return EG_OK;
-  const char *known = egi_scope_from_node_name(&exporter->arena, node->name);
-  if (known && !strcmp(known, node->scope)) return EG_OK; /* read from such a file */
-  row->name = egi_arena_format(&exporter->arena, "/%s/%s_%u", node->scope, row->op_type, id);
-  return row->name ? EG_OK : EG_ERROR_MEMORY;
+  bool has_scope = !node->origin && node->scope && node->scope[0];
+  const char *known = has_scope ? egi_scope_from_node_name(&exporter->arena, node->name) : NULL;
+  if (has_scope && (!known || strcmp(known, node->scope) != 0)) { /* else read from such a file */
+    row->name = egi_arena_format(&exporter->arena, "/%s/%s_%u", node->scope, row->op_type, id);
+    if (!row->name) return EG_ERROR_MEMORY;
+  }
+  if (!row->name) return EG_OK;
+  if (!node->origin && egi_map_get(&exporter->node_names, row->name, NULL)) {
+    row->name = egi_arena_format(&exporter->arena, "%s_%u", row->name, id);
+    if (!row->name) return EG_ERROR_MEMORY;
+  }
+  return egi_map_put(&exporter->node_names, row->name, 1);
 }
 
 static eg_status export_node(egi_exporter *exporter, const egi_graph *graph, egi_node_id id,

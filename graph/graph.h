@@ -126,6 +126,8 @@ typedef struct egi_op_info {
   uint32_t flags;
 } egi_op_info;
 const egi_op_info *egi_op_get(egi_op op);
+/* Whether the operand may be left out while later ones are there. */
+bool egi_op_may_lack(egi_op op, unsigned input);
 /* EGI_OP_UNKNOWN when there is none. "ai.onnx" is "". */
 egi_op egi_op_find(const char *domain, const char *name);
 
@@ -491,6 +493,10 @@ const char *egi_scope_from_node_name(egi_arena *arena, const char *node_name);
 eg_status egi_graph_complete_scopes(egi_graph *graph, egi_arena *scratch);
 /* Operators outside ops.def: all of them in one error, EG_ERROR_UNSUPPORTED. */
 eg_status egi_graph_check_operators(const egi_graph *graph);
+/* Each state that nodes take becomes an input, what an effect leaves in one an output: a parameter "NAME" is the input
+ * NAME, a sum of gradients the input "engraft.gradient_before.NAME" and the output "engraft.gradient.NAME", the step
+ * state "engraft.step". */
+eg_status egi_graph_expose_states(egi_graph *graph);
 /* Writes a graph as an ONNX file; see eg_model_save(). Calls of functions that are left take the functions along. */
 eg_status egi_module_export(const egi_module *module, const egi_graph *graph, const char *path);
 /* ONNX text syntax of the whole model (header, functions, graph); weights of more than `max_elements` values are
@@ -502,9 +508,16 @@ eg_status egi_module_parse_function(egi_module *module, const char *text, size_t
 eg_status egi_module_add_standard_functions(egi_module *module, egi_graph *graph);
 /* Whether the operator has a row in graph/bodies.def: a body of plain operators. */
 bool egi_op_has_body(egi_op op);
-/* Every node of an operator with a body (is_own_only: of domain engraft) becomes a call of a function that holds its
- * body, added to the module; one that has none in its form stays. */
-eg_status egi_graph_call_bodies(egi_graph *graph, bool is_own_only, uint32_t *out_count);
+/* Whether --no-fuse puts the body in the operator's place. */
+bool egi_op_is_fused(egi_op op);
+typedef enum egi_bodies {
+  EGI_BODIES_FUSED, /* of fused operators */
+  EGI_BODIES_OWN,   /* of all operators of domain engraft */
+  EGI_BODIES_ALL
+} egi_bodies;
+/* Every node of these operators becomes a call of a function that holds its body, added to the module; one that has
+ * none in its form stays. */
+eg_status egi_graph_call_bodies(egi_graph *graph, egi_bodies which, uint32_t *out_count);
 /* The other way, for an imported file: calls of functions of domain engraft that hold an operator's body, node for
  * node, become nodes of the operator. */
 eg_status egi_graph_recall_bodies(egi_graph *graph);

@@ -255,7 +255,7 @@ static eg_status check_arity(egi_import_scope *scope, const Onnx__NodeProto *pro
   if (node->op == EGI_OP_UNKNOWN) return EG_OK;
   const egi_op_info *info = egi_op_get(node->op);
   for (unsigned i = 0; i < info->in_min; i++)
-    if (i >= node->n_inputs || !node->inputs[i])
+    if (i >= node->n_inputs || (!node->inputs[i] && !egi_op_may_lack(node->op, i)))
       return egi_import_fail_node(scope, proto, EG_ERROR_FORMAT, "its input %u is missing", i);
   if (info->in_max != 255 && node->n_inputs > info->in_max)
     return egi_import_fail_node(scope, proto, EG_ERROR_FORMAT, "%u inputs, it takes %u", node->n_inputs, info->in_max);

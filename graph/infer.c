@@ -21,24 +21,12 @@ static eg_status check_counts(const egi_inference *in) {
   return EG_OK;
 }
 
-/* Optional operands; those of Loop and of the gradients of attention are the only ones before required ones, and lists
- * have no gaps. */
-static bool may_be_absent(const egi_inference *in, unsigned index) {
-  const egi_op_info *info = egi_op_get(in->node->op);
-  if (in->node->op == EGI_OP_Loop && index < 2) return true;
-  if (in->node->op == EGI_OP_LinearAttentionGrad && index >= 3 && index <= 5) return true;
-  if ((in->node->op == EGI_OP_MoE || in->node->op == EGI_OP_MoEGrad) && index == 2) return true;
-  if (in->node->op == EGI_OP_AttentionGrad && index == 3) return true;
-  if (in->node->op == EGI_OP_MaskedAttentionGrad && (index == 3 || index == 4)) return true;
-  return index >= info->in_min && info->in_max != 255;
-}
-
 /* Sets *out_is_known to whether every operand has a type and a rank; dims not known yet become fresh sizes. */
 static eg_status complete_inputs(egi_inference *in, bool *out_is_known) {
   *out_is_known = true;
   for (unsigned i = 0; i < in->node->n_inputs; i++) {
     egi_value_id id = in->node->inputs[i];
-    if (id == 0 && !may_be_absent(in, i))
+    if (id == 0 && !egi_op_may_lack(in->node->op, i))
       return egi_fail_node(in->graph, in->id, EG_ERROR_SHAPE, "input %u is missing", i);
     if (id == 0) continue;
     egi_value *value = &in->graph->values[id];

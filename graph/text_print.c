@@ -52,15 +52,16 @@ void egi_value_print_type(const egi_graph *graph, egi_value_id id, egi_text *out
   if (value->rank < 0) egi_text_add(out, "[]");
   for (int i = 0; i < value->rank; i++) {
     int64_t number;
+    egi_dim size = egi_dim_resolve(graph->module->dims, value->dims[i]);
     egi_text_add(out, i == 0 ? "[" : ",");
-    if (value->dims[i] == EGI_DIM_NONE) {
+    if (size == EGI_DIM_NONE) {
       egi_text_add(out, "?");
-    } else if (egi_dim_value(graph->module->dims, value->dims[i], &number)) {
+    } else if (egi_dim_value(graph->module->dims, size, &number)) {
       egi_text_format(out, "%" PRId64, number);
     } else {
       egi_text dim;
       egi_text_init(&dim, graph->module->ctx);
-      egi_dim_print(graph->module->dims, value->dims[i], &dim);
+      egi_dim_print(graph->module->dims, size, &dim);
       print_name(out, egi_text_string(&dim));
       egi_text_free(&dim);
     }

@@ -150,6 +150,16 @@ EG_API void eg_model_destroy(eg_model *model);
  * the canonicalise and recognise stages. With `verify` != 0 the graph is run before and after each pass on random input
  * and compared. After an error the model is unchanged. */
 EG_API eg_status eg_model_rewrite(eg_model *model, const char *passes, int verify);
+typedef struct eg_trainer_options eg_trainer_options;
+/* The same for passes that need to know how the model is to be trained: rank, targets, tokens and whatever else of
+ * `options` (NULL: the defaults) decides what the training graph is. Beside the passes, the name "training" stands for
+ * all of a trainer's graph work: what the model becomes is the very graph that eg_trainer_create() with these options
+ * would make, from input_ids, labels and the parameters to the loss and the gradients. What outlives a step is an input
+ * of it, and an output where a step changes it: a parameter NAME is the input NAME, "engraft.gradient.NAME" is its
+ * gradient, summed over tokens, added to the input "engraft.gradient_before.NAME" unless the bytes of the input
+ * "engraft.step" are 0. */
+EG_API eg_status eg_model_rewrite_training(eg_model *model, const char *passes, const eg_trainer_options *options,
+                                           int verify);
 /* JSON: what each pass, and each rule of it, tried, matched and nearly matched in the last eg_model_rewrite(). */
 EG_API eg_status eg_model_report(const eg_model *model, eg_write_function write, void *userdata);
 /* Writes an ONNX file, through a temporary file that is renamed. Weights that came from external files are referred
@@ -327,7 +337,7 @@ typedef enum eg_checkpoint {
   EG_CHECKPOINT_OFFLOAD    /* and those inputs wait in host memory, but for the last block's */
 } eg_checkpoint;
 
-typedef struct eg_trainer_options {
+struct eg_trainer_options {
   size_t struct_size;
   const char *device;       /* "cpu" */
   eg_dtype dtype;           /* of activations; EG_DTYPE_F32 */
@@ -360,7 +370,7 @@ typedef struct eg_trainer_options {
   eg_loss loss;
   eg_pooling pooling;      /* of RANKING and COSINE */
   double similarity_scale; /* of RANKING: cosines are multiplied by it */
-} eg_trainer_options;
+};
 #define EG_TRAINER_OPTIONS_INIT                                                                                   \
   {                                                                                                               \
     sizeof(eg_trainer_options), "cpu", EG_DTYPE_F32, 0, 16, 16.0, "all-linear", NULL, EG_LORA_INIT_DEFAULT, 2e-4, \

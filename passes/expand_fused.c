@@ -5,7 +5,7 @@
 
 eg_status egi_pass_expand_fused(egi_pass_run *run, egi_graph *graph) {
   uint32_t count = 0;
-  EG_TRY(egi_graph_call_bodies(graph, false, &count));
+  EG_TRY(egi_graph_call_bodies(graph, EGI_BODIES_FUSED, &count));
   run->report->n_matched = count;
   if (count == 0) return EG_OK;
   egi_pass_report inlining = {0};

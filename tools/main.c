@@ -15,7 +15,8 @@ typedef struct command {
 static const command commands[] = {
     {"inspect", 'i', true, tool_inspect, "engraft inspect MODEL [--json]"},
     {"rewrite", 'r', true, tool_rewrite,
-     "engraft rewrite MODEL -o OUT [--passes a,b] [--text] [--report FILE.json] [--verify-rewrites]"},
+     "engraft rewrite MODEL -o OUT [--passes a,b | training] [--text] [--report FILE.json] [--verify-rewrites] [train "
+     "options]"},
     {"run", 'R', true, tool_run,
      "engraft run MODEL --inputs IN.safetensors --outputs OUT.safetensors [--adapter DIR] [--device D] [--dtype "
      "f32|file]"},

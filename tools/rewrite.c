@@ -1,5 +1,5 @@
-/* engraft rewrite: passes over a model's graph, written as ONNX or as text. */
-#include "tools/tool.h"
+/* engraft rewrite: passes over a model's graph, up to the whole training graph, written as ONNX or as text. */
+#include "tools/train.h"
 
 static eg_status produce_report(const void *object, eg_write_function write, void *userdata) {
   return eg_model_report(object, write, userdata);
@@ -11,7 +11,9 @@ static eg_status produce_text(const void *object, eg_write_function write, void 
 
 static eg_status rewrite(tool *t, eg_model *model) {
   const char *out = tool_text(t, OPTION_OUTPUT), *report = tool_text(t, OPTION_REPORT);
-  EG_TRY(eg_model_rewrite(model, tool_text(t, OPTION_PASSES), tool_is_given(t, OPTION_VERIFY)));
+  eg_trainer_options options = EG_TRAINER_OPTIONS_INIT;
+  EG_TRY(training_options(t, &options));
+  EG_TRY(eg_model_rewrite_training(model, tool_text(t, OPTION_PASSES), &options, tool_is_given(t, OPTION_VERIFY)));
   if (tool_is_given(t, OPTION_AS_TEXT))
     EG_TRY(tool_write_file(t, out, produce_text, model));
   else

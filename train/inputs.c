@@ -264,7 +264,8 @@ static eg_status bind_role(egi_binder *binder, const egi_inputs *inputs, uint32_
   case EGI_FEED_CANDIDATES:
   case EGI_FEED_PARTNERS:
     return egi_binder_assign(binder, input, 0, bucket->batch);
-  case EGI_FEED_OFFSETS: /* room for documents of one token */
+  case EGI_FEED_OFFSETS: /* room for documents of one token, where nobody gave them */
+    if (is_bound(binder, input, 0)) return EG_OK;
     return egi_binder_assign(binder, input, 0, (int64_t)bucket->sequence + 1);
   case EGI_FEED_OTHER:
     break;

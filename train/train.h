@@ -293,6 +293,9 @@ typedef struct egi_trainer_memory {
 void egi_trainer_bytes(const eg_trainer *trainer, const egi_lanes *lanes, egi_trainer_memory *out_memory);
 /* trainer_graph.c: the training, evaluation and optimizer graphs. `peft` is NULL for new adapters and full training. */
 eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft);
+/* Without data, memory and plans: the module whose first graph is the training graph that a trainer with these options
+ * would run. */
+eg_status egi_training_module(eg_model *model, const eg_trainer_options *options, egi_module **out_module);
 /* Loss of one filled lane: minus the sum of its log-probabilities. */
 eg_status egi_lane_run(const egi_lanes *lanes, egi_lane *lane, double *out_loss);
 /* Mean loss over documents, by a graph that gives EGI_OUTPUT_LOSS. */

@@ -74,6 +74,23 @@ static eg_status report_cut(const eg_trainer *trainer) {
   return EG_OK;
 }
 
+/* The optimizer's plan, and what buffer_checkpoints makes of the training graph for these shapes. */
+static eg_status settle_graphs(eg_trainer *trainer, const egi_batches *batches) {
+  egi_plan_options none = {.n_bindings = 0};
+  EG_TRY(egi_plan_create(trainer->ctx, trainer->optimizer, trainer->machine.backend, &none, &trainer->optimizer_plan));
+  return egi_trainer_checkpoint(trainer, batches);
+}
+
+/* Without data: a micro-batch as full as can be. */
+static eg_status settle_without_data(eg_trainer *trainer) {
+  const egi_batch_limits *limits = &trainer->limits;
+  egi_bucket bucket = {1, limits->sequence > 0 ? limits->sequence : limits->longest};
+  const egi_batches batches = {.buckets = &bucket, .n_buckets = 1};
+  if (bucket.sequence > 0 && limits->tokens / bucket.sequence > 1) bucket.batch = limits->tokens / bucket.sequence;
+  if (bucket.batch > limits->rows) bucket.batch = limits->rows;
+  return settle_graphs(trainer, &batches);
+}
+
 static eg_status plan_batches(eg_trainer *trainer) {
   egi_inputs inputs;
   egi_batches batches;
@@ -83,9 +100,7 @@ static eg_status plan_batches(eg_trainer *trainer) {
       egi_batches_plan(&inputs, trainer->dataset->documents, &trainer->limits, is_in_order, &trainer->arena, &batches));
   trainer->batches = batches.ranges;
   trainer->n_batches = batches.count;
-  egi_plan_options none = {.n_bindings = 0};
-  EG_TRY(egi_plan_create(trainer->ctx, trainer->optimizer, trainer->machine.backend, &none, &trainer->optimizer_plan));
-  EG_TRY(egi_trainer_checkpoint(trainer, &batches));
+  EG_TRY(settle_graphs(trainer, &batches));
   EG_TRY(egi_lanes_plan(&trainer->lanes, trainer->machine.graph, trainer->machine.backend, batches.buckets,
                         batches.n_buckets, &trainer->arena));
   trainer->lanes.pooling = trainer->objective.pooling;
@@ -152,11 +167,16 @@ static eg_status check_targets(const eg_trainer *trainer) {
   return egi_fail(trainer->ctx, EG_ERROR_DATA, "%s: no token is a target", documents->path);
 }
 
-static eg_status make(eg_trainer *trainer, const egi_peft *peft) {
+static eg_status make_graphs(eg_trainer *trainer, const egi_peft *peft) {
   const eg_trainer_options *o = &trainer->options;
   if (peft != NULL) EG_TRY(check_peft(trainer, peft));
   EG_TRY(egi_machine_prepare(&trainer->machine, trainer->model, o->device, o->dtype));
-  EG_TRY(egi_trainer_build(trainer, peft));
+  return egi_trainer_build(trainer, peft);
+}
+
+static eg_status make(eg_trainer *trainer, const egi_peft *peft) {
+  EG_TRY(make_graphs(trainer, peft));
+  if (trainer->dataset == NULL) return settle_without_data(trainer);
   EG_TRY(plan_batches(trainer));
   EG_TRY(check_targets(trainer));
   EG_TRY(check_budget(trainer));
@@ -178,8 +198,9 @@ static eg_status fill(eg_trainer *trainer, const eg_trainer_options *options) {
   return status;
 }
 
-eg_status egi_trainer_create(eg_model *model, eg_dataset *dataset, const eg_trainer_options *options,
-                             eg_trainer **out_trainer) {
+/* Without a dataset: its graphs alone. */
+static eg_status create(eg_model *model, eg_dataset *dataset, const eg_trainer_options *options,
+                        eg_trainer **out_trainer) {
   eg_trainer *trainer = egi_allocate(model->ctx, EGI_PURPOSE_DATA, sizeof *trainer);
   if (trainer == NULL) return EG_ERROR_MEMORY;
   memset(trainer, 0, sizeof *trainer);
@@ -188,7 +209,7 @@ eg_status egi_trainer_create(eg_model *model, eg_dataset *dataset, const eg_trai
   trainer->dataset = dataset;
   egi_context_retain(model->ctx);
   egi_model_retain(model);
-  egi_dataset_retain(dataset);
+  if (dataset != NULL) egi_dataset_retain(dataset);
   egi_arena_init(&trainer->arena, model->ctx, EGI_PURPOSE_DATA);
   atomic_init(&trainer->is_stop_requested, 0);
   eg_status status = fill(trainer, options);
@@ -197,6 +218,20 @@ eg_status egi_trainer_create(eg_model *model, eg_dataset *dataset, const eg_trai
     return status;
   }
   *out_trainer = trainer;
+  return EG_OK;
+}
+
+eg_status egi_trainer_create(eg_model *model, eg_dataset *dataset, const eg_trainer_options *options,
+                             eg_trainer **out_trainer) {
+  return create(model, dataset, options, out_trainer);
+}
+
+eg_status egi_training_module(eg_model *model, const eg_trainer_options *options, egi_module **out_module) {
+  eg_trainer *trainer;
+  EG_TRY(create(model, NULL, options, &trainer));
+  *out_module = trainer->machine.module;
+  trainer->machine.module = NULL;
+  egi_trainer_destroy(trainer);
   return EG_OK;
 }
 

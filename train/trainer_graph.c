@@ -15,13 +15,15 @@ static eg_status choose_adapters(eg_trainer *trainer, const egi_peft *peft) {
 /* Before documents share rows and the loss is appended. */
 static eg_status choose_objective(eg_trainer *trainer) {
   const eg_trainer_options *options = &trainer->options;
-  const egi_documents *documents = trainer->dataset->documents;
+  static const egi_documents none = {.kind = EGI_DOCUMENTS_TOKENS};
+  const egi_documents *documents = trainer->dataset != NULL ? trainer->dataset->documents : &none;
   egi_inputs inputs;
   EG_TRY(egi_inputs_find(trainer->machine.graph, &trainer->arena, &inputs));
   EG_TRY(egi_batch_limits_make(&inputs, options->tokens, &trainer->limits));
   trainer->objective = (egi_objective){options->loss, options->pooling, options->similarity_scale};
   EG_TRY(egi_objective_choose(trainer->machine.graph, &inputs, documents, &trainer->objective));
   EG_TRY(egi_vocabulary_find(trainer->machine.graph, &inputs, trainer->objective.loss, &trainer->vocabulary));
+  if (trainer->dataset == NULL) return EG_OK;
   return egi_vocabulary_check(trainer->ctx, &trainer->vocabulary, documents);
 }
 
@@ -149,6 +151,9 @@ eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
   static const char *const adapt_passes[] = {"append_loss", "graft_adapters", "eliminate_dead"};
   static const char *const differentiate_passes[] = {"differentiate", "eliminate_common", "eliminate_dead"};
   egi_machine *machine = &trainer->machine;
+  if (egi_graph_find_value(machine->graph, EGI_INPUT_LABELS) != 0)
+    return egi_fail(trainer->ctx, EG_ERROR_ARGUMENT,
+                    "the graph has a loss already (\"%s\"): train the model it was made of", EGI_INPUT_LABELS);
   EG_TRY(check_static(machine->graph));
   EG_TRY(choose_objective(trainer));
   EG_TRY(pack_graph(trainer));

@@ -253,7 +253,8 @@ eg_status egi_trainer_save_model(const eg_trainer *trainer, const char *path) {
                     "only full training has a model to save; save the adapter instead");
   EG_TRY(egi_module_clone(trainer->model->module, &module));
   eg_status status = write_weights(trainer, module, &graph);
-  if (status == EG_OK) status = egi_graph_call_bodies(graph, true, &count); /* so that any runtime reads the file */
+  if (status == EG_OK)
+    status = egi_graph_call_bodies(graph, EGI_BODIES_OWN, &count); /* so that any runtime reads the file */
   if (status == EG_OK) status = egi_module_export(module, graph, path);
   egi_module_destroy(module);
   return status;

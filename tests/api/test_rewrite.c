@@ -113,7 +113,7 @@ static void bodies_train_as_operators_do(void **state) {
     api_must(fixture->ctx, eg_trainer_create(model, dataset, &options, &trainer));
     if (i == 1)
       for (egi_node_id id = 1; id < trainer->machine.graph->n_nodes; id++)
-        assert_false(egi_op_has_body(trainer->machine.graph->nodes[id].op));
+        assert_false(egi_op_is_fused(trainer->machine.graph->nodes[id].op));
     api_must(fixture->ctx, eg_trainer_step(trainer, &report));
     losses[i] = report.loss;
     gradients[i] = api_read(trainer, true, &count);
@@ -131,10 +131,106 @@ static void bodies_train_as_operators_do(void **state) {
   eg_model_destroy(model);
 }
 
+/* Without the names of nodes, which say in a file where they belong. */
+static void print_nodes(const eg_model *model, egi_text *out) {
+  egi_text whole;
+  egi_text_init(&whole, model->ctx);
+  egi_text_init(out, model->ctx);
+  api_must(model->ctx, eg_model_print(model, append, &whole));
+  for (const char *line = egi_text_string(&whole); *line != '\0';) {
+    size_t length = strcspn(line, "\n");
+    const char *end = strstr(line, "] ");
+    bool is_named = strncmp(line, "   [", 4) == 0 && end != NULL && end < line + length;
+    const char *from = is_named ? end + 2 : line;
+    if (is_named) egi_text_add(out, "   ");
+    egi_text_append(out, from, (size_t)(line + length - from));
+    egi_text_add(out, "\n");
+    line += length + (line[length] == '\n' ? 1 : 0);
+  }
+  egi_text_free(&whole);
+}
+
+static eg_model *training_model(api_fixture *fixture, const char *passes, eg_packing packing) {
+  eg_model *model = api_model(fixture, fixture->ctx);
+  eg_trainer_options options = api_options();
+  options.packing = packing;
+  api_must(fixture->ctx, eg_model_rewrite(model, NULL, 0));
+  api_must(fixture->ctx, eg_model_rewrite_training(model, passes, &options, 0));
+  return model;
+}
+
+/* The whole training graph, and what a list of passes makes of a model. */
+static void training_graphs_come_back(void **state) {
+  static const char *const lists[] = {"training", "append_loss,graft_adapters,differentiate,eliminate_dead"};
+  api_fixture *fixture = *state;
+  char path[192];
+  for (size_t i = 0; i < EGI_COUNT(lists); i++) {
+    eg_model *first = training_model(fixture, lists[i], EG_PACKING_AUTO), *second;
+    egi_text a, b;
+    api_must(fixture->ctx, eg_model_save(first, api_path(fixture, path, sizeof path, "training.onnx")));
+    api_must(fixture->ctx, eg_model_load(fixture->ctx, path, NULL, &second));
+    print_nodes(first, &a);
+    print_nodes(second, &b);
+    assert_non_null(strstr(egi_text_string(&a), "engraft.RMSNormalizationGrad"));
+    assert_non_null(strstr(egi_text_string(&a), "engraft.gradient."));
+    assert_true((strstr(egi_text_string(&a), "engraft.PackedMetadata") != NULL) == (i == 0));
+    assert_string_equal(egi_text_string(&a), egi_text_string(&b));
+    egi_text_free(&a);
+    egi_text_free(&b);
+    eg_model_destroy(first);
+    eg_model_destroy(second);
+  }
+}
+
+/* What a Barrier keeps apart stays apart through a file and the passes that join equal nodes. */
+static void barriers_stay(void **state) {
+  api_fixture *fixture = *state;
+  char first[192], second[192];
+  egi_text text;
+  write_text(fixture,
+             HEADER
+             "g (float[b,8] x, float[b,8] d) => (float[b,8] y) { a = Exp (x) z = engraft.Barrier (x, d) c = Exp (z) "
+             "s = Mul (a, d) y = Mul (s, c) }\n",
+             first, sizeof first, "barrier.onnx");
+  resave(fixture, first, api_path(fixture, second, sizeof second, "barrier_again.onnx"));
+  eg_model *model;
+  api_must(fixture->ctx, eg_model_load(fixture->ctx, second, NULL, &model));
+  api_must(fixture->ctx, eg_model_rewrite(model, NULL, 0));
+  print_nodes(model, &text);
+  const char *once = strstr(egi_text_string(&text), "= Exp");
+  assert_non_null(strstr(egi_text_string(&text), "engraft.Barrier"));
+  assert_non_null(once);
+  assert_non_null(strstr(once + 1, "= Exp"));
+  egi_text_free(&text);
+  eg_model_destroy(model);
+}
+
+static void wrong_lists_are_refused(void **state) {
+  api_fixture *fixture = *state;
+  eg_model *model = api_model(fixture, fixture->ctx);
+  eg_trainer_options options = api_options();
+  assert_int_equal(eg_model_rewrite_training(NULL, "training", &options, 0), EG_ERROR_ARGUMENT);
+  assert_int_equal(eg_model_rewrite_training(model, "training,nothing", &options, 0), EG_ERROR_ARGUMENT);
+  api_expect_error(fixture->ctx, "no pass named \"nothing\"");
+  options.targets = "nobody";
+  assert_int_equal(eg_model_rewrite_training(model, "training", &options, 0), EG_ERROR_ARGUMENT);
+  api_expect_error(fixture->ctx, "nobody");
+  options = api_options();
+  options.rank = 0;
+  assert_int_equal(eg_model_rewrite_training(model, "training", &options, 0), EG_ERROR_ARGUMENT);
+  options = api_options();
+  api_must(fixture->ctx, eg_model_rewrite_training(model, "training", &options, 0));
+  assert_int_equal(eg_model_rewrite_training(model, "training", &options, 0), EG_ERROR_ARGUMENT);
+  api_expect_error(fixture->ctx, "has a loss already");
+  eg_model_destroy(model);
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, api_setup, api_teardown)
 
 int main(void) {
-  const struct CMUnitTest tests[] = {TEST(fused_operators_come_back), TEST(other_functions_are_inlined),
-                                     TEST(wrong_attributes_are_no_operator), TEST(bodies_train_as_operators_do)};
+  const struct CMUnitTest tests[] = {TEST(fused_operators_come_back),        TEST(other_functions_are_inlined),
+                                     TEST(wrong_attributes_are_no_operator), TEST(bodies_train_as_operators_do),
+                                     TEST(training_graphs_come_back),        TEST(barriers_stay),
+                                     TEST(wrong_lists_are_refused)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -242,6 +242,9 @@ holds out '^[0-9]+,[0-9]+,[0-9]+$'
 good rewrite model.onnx -o rewritten.onnx --report report.json
 there rewritten.onnx
 holds report.json '"pass":"name_modules"'
+good rewrite model.onnx -o training.onnx --passes training --rank 2 --targets q_proj
+good inspect training.onnx
+bad 1 'no linear layer is named "nobody"' rewrite model.onnx -o other.onnx --passes training --targets nobody
 good rewrite model.onnx -o rewritten.txt --text --passes eliminate_dead
 holds rewritten.txt 'RMSNormalization'
 good eval rewritten.onnx --data data.jsonl

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Rewritten models hold in other people's hands: onnx's checker accepts each file that `engraft rewrite` writes,
 onnxruntime computes what it computes for the original, and the file, rewritten again, is the same graph of the same
-structure. Rewritten for packed documents, it computes for each what the original computes for it alone.
+structure. Rewritten for packed documents, it computes for each what the original computes for it alone. The whole training
+graph leaves, too: onnxruntime gives the loss and the gradients that `engraft train` and `engraft run` give, and the file
+is the same training graph when it is read again.
 
 usage: rewritten.py ENGRAFT SCRATCH MODEL...     exit 77 = skipped
 """
@@ -109,6 +111,109 @@ def compare_packed(engraft, path, new, head_dim, scratch):
     return None if error <= limit else f"differs by {error:.2e}, more than {limit:.2e}, when it is packed"
 
 
+DOCUMENTS = [9, 1, 10, 4]
+
+
+def training_feeds(model, head_dim):
+    """A packed row of documents with room for more, or padded rows of them; parameters with names as in PEFT's files."""
+    generator = np.random.default_rng(7)
+    documents = [generator.integers(0, 48, n) for n in DOCUMENTS]
+    is_packed = any(value.name == "engraft.cu_seqlens" for value in model.graph.input)
+    tokens = [np.concatenate(documents)] if is_packed else documents
+    longest, ends = max(map(len, tokens)), np.cumsum([0] + DOCUMENTS)
+    ids, labels, mask = (np.full((len(tokens), longest), fill) for fill in (0, -100, 0))
+    for row, document in enumerate(tokens):
+        ids[row, :len(document)], mask[row, :len(document)] = document, 1
+        labels[row, :len(document) - 1] = document[1:]
+    if is_packed:
+        labels[0, ends[1:] - 1] = -100
+    known = {"input_ids": ids, "engraft.labels": labels, "attention_mask": mask,
+             "position_ids": np.broadcast_to(np.arange(longest), ids.shape),
+             "engraft.cu_seqlens": np.concatenate([ends, ends[-1:]])}
+    feeds = {}
+    for value in model.graph.input:
+        dims = [d.dim_value if d.HasField("dim_value") else d.dim_param for d in value.type.tensor_type.shape.dim]
+        kind = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        if value.name in known:
+            numbers = known[value.name]
+        elif value.name == "engraft.step":
+            numbers = np.zeros(dims)
+        elif all(isinstance(d, int) for d in dims):
+            numbers = generator.standard_normal(dims) * 0.1
+        else:
+            raise ValueError(f"training graph: what is the input {value.name} {dims}?")
+        feeds[value.name] = np.ascontiguousarray(numbers.astype(kind))
+    return feeds, documents
+
+
+def trained(engraft, path, feeds, documents, scratch):
+    """Gradients of the mean loss that `engraft train` gives for the same parameters and documents."""
+    adapter, data = os.path.join(scratch, "adapter"), os.path.join(scratch, "documents.jsonl")
+    os.makedirs(adapter, exist_ok=True)
+    parameters = {name: value for name, value in feeds.items() if name.startswith("base_model.")}
+    save_file(parameters, os.path.join(adapter, "adapter_model.safetensors"))
+    modules = sorted({name.split(".lora_")[0].removeprefix("base_model.model.") for name in parameters})
+    with open(os.path.join(adapter, "adapter_config.json"), "w") as file:
+        json.dump({"peft_type": "LORA", "r": 4, "lora_alpha": 16, "target_modules": modules}, file)
+    with open(data, "w") as file:
+        for document in documents:
+            print(json.dumps({"input_ids": document.tolist()}), file=file)
+    gradients, log = os.path.join(scratch, "gradients.safetensors"), os.path.join(scratch, "log.jsonl")
+    subprocess.run([engraft, "train", path, "--data", data, "--out", os.path.join(scratch, "run"), "--init-adapter", adapter,
+                    "--steps", "1", "--tokens", "64", "--dump-gradients", gradients, "--log", log, "--external-root", "/"],
+                   check=True, capture_output=True)
+    return load_file(gradients), json.loads(open(log).readline())["loss"]
+
+
+def compare_training(engraft, path, head_dim, scratch, checkpoint):
+    whole, again, texts = os.path.join(scratch, "training.onnx"), os.path.join(scratch, "training_again.onnx"), []
+    subprocess.run([engraft, "rewrite", path, "--passes", "training", "--rank", "4", "--tokens", "64",
+                    "--checkpoint", checkpoint, "-o", whole, "--external-root", "/"], check=True)
+    for source, target in ((whole, again), (again, None)):
+        text = os.path.join(scratch, "text")
+        subprocess.run([engraft, "rewrite", source, "--passes", "eliminate_dead", "--text", "-o", text, "--external-root", "/"], check=True)
+        texts.append(open(text).read())
+        if target:
+            subprocess.run([engraft, "rewrite", source, "--passes", "eliminate_dead", "-o", target, "--external-root", "/"], check=True)
+    if texts[0] != texts[1]:
+        return "is another training graph when it is read again"
+    model = onnx.load(whole)
+    own = {node.op_type for node in model.graph.node if node.domain == "engraft"}
+    missing = own - {function.name for function in model.functions}
+    if ("Barrier" in own) != (checkpoint == "recompute"):
+        return "recomputes where it was not asked to, or does not"
+    if missing and missing <= {"MoE", "MoEGrad"}:  # no body beside the routing that is saved for the gradient
+        return None
+    if missing:
+        return f"has no bodies for {sorted(missing)} of its training graph"
+    inlined = [line for line in texts[0].splitlines() if " = engraft." in line]
+    if len(inlined) != sum(node.domain == "engraft" for node in model.graph.node):
+        return "is not read again as the operators that were written"
+    onnx.checker.check_model(whole, full_check=True)
+    feeds, documents = training_feeds(model, head_dim)
+    wanted, loss = trained(engraft, path, feeds, documents, scratch)
+    files = [os.path.join(scratch, "in.safetensors"), os.path.join(scratch, "out.safetensors")]
+    save_file({k: v for k, v in feeds.items() if v.size > 0}, files[0])
+    subprocess.run([engraft, "run", whole, "--inputs", files[0], "--outputs", files[1], "--external-root", "/"], check=True)
+    ran, session = load_file(files[1]), session_of(model)
+    names = [output.name for output in session.get_outputs()]
+    results = dict(zip(names, session.run(names, feeds)))
+    targets = sum(n - 1 for n in DOCUMENTS)
+    for name, got in results.items():
+        base = name.removeprefix("engraft.gradient.")
+        want = {"engraft.loss": np.float64(loss) * targets, "engraft.logp": ran["engraft.logp"]}.get(name)
+        if want is None:
+            want = wanted[base].astype(np.float64) * targets
+        limit = 3e-5 * max(np.abs(want).max(), 1e-3)
+        for other in (want, ran[name]):
+            error = np.abs(got.astype(np.float64) - other).max()
+            if not error <= limit:
+                return f"trains differently: {name} by {error:.2e}, more than {limit:.2e}"
+    if len(results) != len(wanted) + 2:
+        return f"gives {len(results) - 2} gradients, training {len(wanted)}"
+    return None
+
+
 def check(engraft, path, scratch):
     new, again, texts = os.path.join(scratch, "new.onnx"), os.path.join(scratch, "again.onnx"), []
     for source, target in ((path, new), (new, again)):
@@ -124,7 +229,10 @@ def check(engraft, path, scratch):
         return f"is another model: {structures}"
     onnx.checker.check_model(new, full_check=True)
     problem = compare(engraft, (path, new), structures[0]["head_dim"], scratch)
-    return problem or compare_packed(engraft, path, new, structures[0]["head_dim"], scratch)
+    problem = problem or compare_packed(engraft, path, new, structures[0]["head_dim"], scratch)
+    for checkpoint in ("off", "recompute"):
+        problem = problem or compare_training(engraft, path, structures[0]["head_dim"], scratch, checkpoint)
+    return problem
 
 
 def main():

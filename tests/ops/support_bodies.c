@@ -72,11 +72,13 @@ static void compare(const ops_case *c, const ops_tensor *expected, const egi_ten
 }
 
 static void run(const ops_case *c, egi_module *module, egi_arena *arena, const egi_tensor *inputs) {
-  static const char *const names[] = {"expand_fused"};
+  static const char *const names[] = {"inline_functions"};
   egi_graph *graph = module->graphs[0];
   egi_tensor outputs[OPS_MAX_OPERANDS];
   unsigned index = 0;
-  eg_status status = egi_passes_run(graph, names, EGI_COUNT(names), NULL, NULL);
+  uint32_t count;
+  eg_status status = egi_graph_call_bodies(graph, EGI_BODIES_ALL, &count);
+  if (status == EG_OK) status = egi_passes_run(graph, names, EGI_COUNT(names), NULL, NULL);
   if (status == EG_OK) status = egi_evaluator_cpu()->graph(module->ctx, graph, inputs, arena, outputs);
   if (status != EG_OK) fail_msg("body of %s: %s", egi_op_get(c->op)->name, eg_context_error(module->ctx));
   for (unsigned i = 0; i < c->n_outputs; i++)

@@ -566,7 +566,7 @@ static bool check_case(pass_fixture *fixture, const gradient_case *c, bool is_ex
   if (pass_try(fixture, "inline_functions,lower_operators", NULL) != EG_OK)
     fail_msg("%s\n%s", c->graph, eg_context_error(fixture->ctx));
   for (egi_node_id id = 1; id < fixture->graph->n_nodes; id++)
-    has_bodies = has_bodies || egi_op_has_body(fixture->graph->nodes[id].op);
+    has_bodies = has_bodies || egi_op_is_fused(fixture->graph->nodes[id].op);
   if (is_expanded) compare_bodies(fixture, c);
   /* The numbers in a function's body become constants, as they are when a model is trained. */
   if (has_calls) pass_run(fixture, "fold_constants,eliminate_identity,fold_constants", NULL);
