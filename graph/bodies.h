@@ -73,4 +73,13 @@ bool egi_body_has_whole_mask(const egi_body *body, bool has_past);
 const char *egi_body_add_mask(egi_body *body, bool has_past, const char **scores);
 const char *egi_body_add_kind(egi_body *body, unsigned key_valid, unsigned first_key);
 
+/* Pieces of bodies of mixtures of experts. The router (bodies_route.c), for the value `logits`: chosen i64 [T, k] and
+ * weights_ [T, k], flat_logits [T, E], nothing and unit (0 and 1 in the type of `like`), the lists last = [-1], k. */
+struct egi_moe;
+struct egi_ragged;
+void egi_body_add_router(egi_body *body, const struct egi_moe *moe, bool has_correction, const char *like);
+/* bodies_experts.c: the matrices [E, N, K], numbers in the type of `like`, and the biases [E, N]. */
+void egi_body_add_experts(egi_body *body, const struct egi_ragged *ragged, const char *name, const char *like);
+void egi_body_add_expert_biases(egi_body *body, const struct egi_ragged *ragged, const char *name);
+
 #endif

@@ -26,11 +26,12 @@ static eg_status read_choice(const egi_graph *graph, egi_node_id id, const char 
   return egi_fail_node(graph, id, EG_ERROR_UNSUPPORTED, "%s \"%s\" is not known", attribute, text);
 }
 
-static eg_status read_router(const egi_graph *graph, egi_node_id id, egi_moe *moe) {
+eg_status egi_moe_read_router(const egi_graph *graph, egi_node_id id, egi_moe *moe) {
   static const char *const scorings[] = {"softmax", "sigmoid"}, *const orders[] = {"before", "after"},
                            *const group_scores[] = {"top2", "best"};
   const egi_node *node = &graph->nodes[id];
   unsigned scoring = 0, order = 0, group_score = 0;
+  *moe = (egi_moe){0};
   int64_t n_experts = moe->n_experts = egi_node_int(node, "experts", 0);
   EG_TRY(read_choice(graph, id, "scoring", scorings, 2, &scoring));
   EG_TRY(read_choice(graph, id, "order", orders, 2, &order));
@@ -72,9 +73,8 @@ static eg_status read_roles(const egi_graph *graph, egi_node_id id, egi_moe *moe
   bool is_separate = moe->form == EGI_MOE_SEPARATE;
   if (moe->counts[EGI_MOE_GATE] == 0 || moe->counts[EGI_MOE_DOWN] == 0 || (moe->counts[EGI_MOE_UP] != 0) != is_separate)
     return egi_fail_node(graph, id, EG_ERROR_FORMAT, "matrices of its experts are missing");
-  uint32_t n_inputs = node->op == EGI_OP_MoEGrad ? next + EGI_MOE_SAVED : next;
-  if (node->n_inputs != n_inputs)
-    return egi_fail_node(graph, id, EG_ERROR_FORMAT, "%u inputs, its roles say %u", node->n_inputs, n_inputs);
+  if (node->n_inputs != next)
+    return egi_fail_node(graph, id, EG_ERROR_FORMAT, "%u inputs, its roles say %u", node->n_inputs, next);
   for (uint32_t i = EGI_MOE_FIRST_ROLE; i < next; i++)
     if (node->inputs[i] == 0) return egi_fail_node(graph, id, EG_ERROR_FORMAT, "input %u is missing", i);
   return EG_OK;
@@ -84,8 +84,7 @@ eg_status egi_moe_read(const egi_graph *graph, egi_node_id id, egi_moe *out_moe)
   static const char *const storages[] = {"plain", "nbits"};
   const egi_node *node = &graph->nodes[id];
   unsigned activation = 0, form = 0, storage = 0;
-  *out_moe = (egi_moe){0};
-  EG_TRY(read_router(graph, id, out_moe));
+  EG_TRY(egi_moe_read_router(graph, id, out_moe));
   EG_TRY(read_choice(graph, id, "activation", activations, EGI_COUNT(activations), &activation));
   EG_TRY(read_choice(graph, id, "gate_up", forms, EGI_COUNT(forms), &form));
   EG_TRY(read_choice(graph, id, "storage", storages, 2, &storage));

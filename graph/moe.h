@@ -1,10 +1,10 @@
-/* What the attributes of engraft.MoE and its gradient say, read once for shape rule, kernels, body and passes.
+/* What the attributes of engraft.MoE say, read once for shape rule, kernels, body and passes.
  *
  * Inputs: x [.., H], logits [.., E], correction_bias [E]?, then the operands of the experts by role, in the order of
  * egi_moe_role. Attribute `experts` is E; `roles` counts the inputs of each role: 0 (the experts have none), 1 (a stack
- * over the experts) or E (one input an expert). MoEGrad has all of these, then indices, weights, hidden and dY. Of a
- * stack [E, N, K] (or [E, K, N], where `transposed` says so for gate, up and down) expert e has the matrix [N, K] of y
- * = W·x + b. Rows of `gate` are those of gate and up together unless both stand alone. */
+ * over the experts) or E (one input an expert). Of a stack [E, N, K] (or [E, K, N], where `transposed` says so for
+ * gate, up and down) expert e has the matrix [N, K] of y = W·x + b. Rows of `gate` are those of gate and up together
+ * unless both stand alone. */
 #ifndef ENGRAFT_GRAPH_MOE_H
 #define ENGRAFT_GRAPH_MOE_H
 
@@ -44,8 +44,6 @@ typedef enum egi_moe_activation {
 } egi_moe_activation;
 
 enum { EGI_MOE_X, EGI_MOE_LOGITS, EGI_MOE_CORRECTION, EGI_MOE_FIRST_ROLE };
-/* Inputs of MoEGrad behind those of the forward node. */
-enum { EGI_MOE_INDICES, EGI_MOE_WEIGHTS, EGI_MOE_HIDDEN, EGI_MOE_DY, EGI_MOE_SAVED };
 
 typedef struct egi_moe {
   int64_t n_experts, top_k;
@@ -67,6 +65,8 @@ typedef struct egi_moe {
   uint32_t n_inputs; /* of the forward node */
 } egi_moe;
 
+/* What the router does, of a MoE, Route or RouteGrad: up to `is_group_best`, the rest is left zero. */
+eg_status egi_moe_read_router(const egi_graph *graph, egi_node_id node, egi_moe *out_moe);
 /* EG_ERROR_FORMAT naming the node where attributes or counts make no sense. */
 eg_status egi_moe_read(const egi_graph *graph, egi_node_id node, egi_moe *out_moe);
 /* Input that holds expert `expert`'s part of the role; the role must be there. */

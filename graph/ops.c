@@ -40,7 +40,8 @@ bool egi_op_may_lack(egi_op op, unsigned input) {
   const egi_op_info *info = egi_op_get(op);
   if (op == EGI_OP_Loop && input < 2) return true;
   if (op == EGI_OP_LinearAttentionGrad && input >= 3 && input <= 5) return true;
-  if ((op == EGI_OP_MoE || op == EGI_OP_MoEGrad) && input == 2) return true;
+  if (op == EGI_OP_MoE && input == 2) return true;
+  if ((op == EGI_OP_RaggedLinear || op == EGI_OP_RaggedLinearGrad) && (input == 1 || input == 3)) return true;
   if (op == EGI_OP_AttentionGrad && input == 3) return true;
   if (op == EGI_OP_MaskedAttentionGrad && (input == 3 || input == 4)) return true;
   return input >= info->in_min && info->in_max != 255;

@@ -1,4 +1,4 @@
-/* Shape rules: engraft.MoE and its gradient. */
+/* Shape rule of engraft.MoE. */
 #include "graph/moe.h"
 #include "graph/shapes.h"
 
@@ -45,8 +45,7 @@ static eg_status check_matrix(const egi_inference *in, const egi_moe *moe, egi_m
   return check_operand(in, moe, zeros, (const int64_t[]){n_experts, n, (blocks * moe->bits + 7) / 8}, 2);
 }
 
-/* What both operators take; *out_hidden: columns of the saved products with gate (and up). */
-static eg_status check(const egi_inference *in, egi_moe *moe, int64_t *out_hidden) {
+static eg_status check(const egi_inference *in, egi_moe *moe) {
   const egi_value *x = egi_shape_input(in, EGI_MOE_X), *logits = egi_shape_input(in, EGI_MOE_LOGITS);
   int64_t width = 0, n_experts = 0, gate = 0, up = 0;
   if (x == NULL || logits == NULL || x->rank < 1 || logits->rank < 1)
@@ -71,32 +70,11 @@ static eg_status check(const egi_inference *in, egi_moe *moe, int64_t *out_hidde
   up = is_joint ? gate / 2 : gate;
   if (moe->form == EGI_MOE_SEPARATE)
     EG_TRY(check_matrix(in, moe, EGI_MOE_UP, n_experts, (const int64_t[]){gate, width}));
-  EG_TRY(check_matrix(in, moe, EGI_MOE_DOWN, n_experts, (const int64_t[]){width, up}));
-  *out_hidden = moe->form == EGI_MOE_SEPARATE ? 2 * gate : gate;
-  return EG_OK;
+  return check_matrix(in, moe, EGI_MOE_DOWN, n_experts, (const int64_t[]){width, up});
 }
 
 eg_status egi_shape_moe(egi_inference *in) {
   egi_moe moe;
-  int64_t hidden = 0;
-  EG_TRY(check(in, &moe, &hidden));
-  const egi_value *x = egi_shape_input(in, EGI_MOE_X);
-  egi_dim rows = egi_shape_product(in, x->dims, 0, x->rank - 1), k = egi_dim_constant(in->dims, moe.top_k);
-  const egi_dim routing[2] = {rows, k};
-  const egi_dim saved[2] = {egi_dim_multiply(in->dims, rows, k), egi_dim_constant(in->dims, hidden)};
-  EG_TRY(egi_shape_set_like(in, 0, x));
-  EG_TRY(egi_shape_set(in, 1, EG_DTYPE_I32, 2, routing));
-  EG_TRY(egi_shape_set(in, 2, x->dtype, 2, routing));
-  return egi_shape_set(in, 3, x->dtype, 2, saved);
-}
-
-/* The gradient of each input of the forward node. */
-eg_status egi_shape_moe_grad(egi_inference *in) {
-  egi_moe moe;
-  int64_t hidden = 0;
-  EG_TRY(check(in, &moe, &hidden));
-  for (unsigned i = 0; i < moe.n_inputs && i < in->node->n_outputs; i++)
-    if (in->node->outputs[i] != 0 && egi_shape_input(in, i) != NULL)
-      EG_TRY(egi_shape_set_like(in, i, egi_shape_input(in, i)));
-  return EG_OK;
+  EG_TRY(check(in, &moe));
+  return egi_shape_set_like(in, 0, egi_shape_input(in, EGI_MOE_X));
 }

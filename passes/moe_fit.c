@@ -14,9 +14,10 @@ typedef struct fit {
   uint32_t per_expert;        /* products before the activation */
   bool is_swapped;            /* up stands before gate */
   int64_t inner, gate_rows;
-  uint32_t *place; /* [E]: where an expert stands among the pieces */
-  float **results; /* [T * E]: an expert's result for a token, made when needed */
-  egi_tensor indices, weights;
+  uint32_t *place;        /* [E]: where an expert stands among the pieces */
+  float **results;        /* [T * E]: an expert's result for a token, made when needed */
+  const int32_t *indices; /* [T, k] */
+  const float *weights;
 } fit;
 
 static int64_t n_of(const egi_moe_event *event) {
@@ -264,20 +265,17 @@ static const float *result_of(fit *f, int64_t token, int64_t expert) {
 
 /* ---- router --------------------------------------------------------------------------------------------------- */
 
-/* The operator's own router: experts of one number stand behind it. */
+/* The choice and its weights, in the order of pairs, by the operator that the router becomes. */
 static bool route(fit *f) {
   egi_moe_region *region = f->region;
   const egi_moe *moe = &f->moe;
-  int64_t e = region->n_experts, t = region->tokens;
-  static const int64_t roles[EGI_MOE_ROLES] = {1, 0, 0, 0, 1};
-  float *zeros = EGI_NEW(region->arena, float, (size_t)(e > t ? e : t));
-  egi_tensor outputs[4], x = {zeros, EG_DTYPE_F32, 2, {t, 1}, {1, 1}},
-                         stack = {zeros, EG_DTYPE_F32, 3, {e, 1, 1}, {1, 1, 1}};
-  egi_tensor logits = {region->values[region->logits].tensor.data, EG_DTYPE_F32, 2, {t, e}, {e, 1}};
-  egi_moe_value values[4] = {{.tensor = x}, {.tensor = logits}, {.tensor = stack}, {.tensor = {0}}};
-  if (region->correction != 0) values[3].tensor = region->values[region->correction].tensor;
-  egi_moe_value *inputs[5] = {&values[0], &values[1], region->correction != 0 ? &values[3] : NULL, &values[2],
-                              &values[2]};
+  int64_t e = region->n_experts, t = region->tokens, n_pairs = t * moe->top_k;
+  int32_t *indices = EGI_NEW(region->arena, int32_t, (size_t)n_pairs);
+  float *weights = EGI_NEW(region->arena, float, (size_t)n_pairs);
+  egi_tensor outputs[5], logits = {region->values[region->logits].tensor.data, EG_DTYPE_F32, 2, {t, e}, {e, 1}};
+  egi_moe_value values[2] = {{.tensor = logits}, {.tensor = {0}}};
+  if (region->correction != 0) values[1].tensor = region->values[region->correction].tensor;
+  egi_moe_value *inputs[2] = {&values[0], region->correction != 0 ? &values[1] : NULL};
   egi_attribute attributes[] = {egi_attribute_int("experts", e),
                                 egi_attribute_int("top_k", moe->top_k),
                                 egi_attribute_string("scoring", moe->is_sigmoid ? "sigmoid" : "softmax"),
@@ -285,20 +283,23 @@ static bool route(fit *f) {
                                 egi_attribute_string("group_score", moe->is_group_best ? "best" : "top2"),
                                 egi_attribute_int("normalise", moe->is_normalised),
                                 egi_attribute_int("groups", moe->groups),
-                                egi_attribute_int("top_groups", moe->top_groups),
-                                egi_attribute_string("gate_up", "none"),
-                                egi_attribute_ints("roles", roles, EGI_MOE_ROLES)};
-  egi_value_id ids[5] = {1, 1, region->correction, 1, 1}, outs[3] = {1, 1, 1};
-  const egi_node node = {.op = EGI_OP_MoE,
+                                egi_attribute_int("top_groups", moe->top_groups)};
+  egi_value_id ids[2] = {1, region->correction}, outs[5] = {1, 1, 1, 1, 1};
+  const egi_node node = {.op = EGI_OP_Route,
                          .inputs = ids,
                          .outputs = outs,
                          .attributes = attributes,
-                         .n_inputs = 5,
-                         .n_outputs = 3,
+                         .n_inputs = region->correction != 0 ? 2 : 1,
+                         .n_outputs = 5,
                          .n_attributes = EGI_COUNT(attributes)};
-  if (zeros == NULL || egi_moe_evaluate(region, &node, inputs, outputs) != EG_OK) return false;
-  f->indices = outputs[1];
-  f->weights = outputs[2];
+  if (indices == NULL || weights == NULL || egi_moe_evaluate(region, &node, inputs, outputs) != EG_OK) return false;
+  for (int64_t i = 0; i < n_pairs; i++) {
+    int32_t row = ((const int32_t *)outputs[2].data)[i];
+    indices[i] = ((const int32_t *)outputs[0].data)[row];
+    weights[i] = ((const float *)outputs[4].data)[row];
+  }
+  f->indices = indices;
+  f->weights = weights;
   return true;
 }
 
@@ -307,7 +308,7 @@ static bool route(fit *f) {
 /* The weight of an expert for a token; 0 where it is not chosen. */
 static double weight_of(const fit *f, int64_t token, int64_t expert) {
   for (int64_t j = token * f->moe.top_k; j < (token + 1) * f->moe.top_k; j++)
-    if (((const int32_t *)f->indices.data)[j] == expert) return (double)((const float *)f->weights.data)[j];
+    if (f->indices[j] == expert) return (double)f->weights[j];
   return 0.0;
 }
 
@@ -375,14 +376,14 @@ static bool agrees_on(fit *f, int64_t token) {
   if (f->moe.top_k > (int64_t)EGI_COUNT(results)) return false;
   for (int64_t j = 0; j < f->moe.top_k; j++) {
     int64_t at = token * f->moe.top_k + j;
-    results[j] = result_of(f, token, ((const int32_t *)f->indices.data)[at]);
+    results[j] = result_of(f, token, f->indices[at]);
     if (results[j] == NULL) return false;
   }
   for (int64_t i = 0; i < region->width; i++) size = fmax(size, fabs((double)wanted[i]));
   for (int64_t i = 0; i < region->width; i++) {
     double sum = 0.0;
     for (int64_t j = 0; j < f->moe.top_k; j++)
-      sum += (double)((const float *)f->weights.data)[token * f->moe.top_k + j] * (double)results[j][i];
+      sum += (double)f->weights[token * f->moe.top_k + j] * (double)results[j][i];
     if (!(fabs(sum * f->moe.routed_scale - (double)wanted[i]) <= 2e-5 * size + 1e-6)) return false;
   }
   return true;

@@ -143,7 +143,7 @@ eg_status egi_evaluate_model(const eg_model *model, const egi_evaluate_options *
   if (options->adapter != NULL) EG_TRY(egi_peft_open(model->ctx, options->adapter, &peft));
   eg_status status = egi_machine_prepare(&machine, model, "cpu", EG_DTYPE_F32);
   if (status == EG_OK) status = adapt(&machine, peft, documents, &objective, &arena);
-  if (status == EG_OK && options->is_expanded) status = egi_machine_expand(&machine);
+  if (status == EG_OK) status = egi_machine_specialise(&machine, NULL, options->is_expanded);
   if (status == EG_OK) status = allocate(&machine, peft);
   if (status == EG_OK)
     status = egi_evaluate_graph(&machine, machine.graph, documents, options->tokens, objective.pooling, out_loss);

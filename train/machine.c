@@ -51,11 +51,18 @@ eg_status egi_machine_prepare_general(egi_machine *machine, const eg_model *mode
   return prepare(machine, model, device, dtype, true);
 }
 
-eg_status egi_machine_expand(egi_machine *machine) {
+/* --no-fuse: fused operators become their bodies. */
+static eg_status expand_machine(egi_machine *machine) {
   static const char *const names[] = {"expand_fused",       "fold_constants",   "fold_shapes",
                                       "eliminate_identity", "fold_constants",   "fold_shapes",
                                       "eliminate_identity", "eliminate_common", "eliminate_dead"};
   return egi_run_passes(machine->graph, names, EGI_COUNT(names), NULL);
+}
+
+eg_status egi_machine_specialise(egi_machine *machine, const egi_adapt_options *adapt, bool is_expanded) {
+  static const char *const names[] = {"dispatch_moe", "eliminate_common"};
+  if (is_expanded) return expand_machine(machine);
+  return egi_run_passes(machine->graph, names, EGI_COUNT(names), adapt);
 }
 
 eg_status egi_machine_allocate(egi_machine *machine) {

@@ -10,7 +10,7 @@ static eg_status adapt(eg_runner *runner, egi_machine *machine, const egi_peft *
   if (peft != NULL) EG_TRY(egi_adapters_from_peft(machine->graph, peft, &runner->arena, &adapters));
   egi_adapt_options options = {.adapters = adapters.targets, .n_adapters = adapters.count, .is_frozen = true};
   if (peft != NULL) EG_TRY(egi_run_passes(machine->graph, names, EGI_COUNT(names), &options));
-  if (runner->options.no_fuse) EG_TRY(egi_machine_expand(machine));
+  EG_TRY(egi_machine_specialise(machine, &options, runner->options.no_fuse != 0));
   EG_TRY(egi_machine_allocate(machine));
   return peft != NULL ? egi_adapters_load(machine, peft) : EG_OK;
 }

@@ -179,8 +179,9 @@ typedef struct egi_machine {
 eg_status egi_machine_prepare(egi_machine *machine, const eg_model *model, const char *device, eg_dtype dtype);
 /* The same for inputs of any kind: caches stay, and masks that follow positions. */
 eg_status egi_machine_prepare_general(egi_machine *machine, const eg_model *model, const char *device, eg_dtype dtype);
-/* --no-fuse: fused operators become their bodies. After the adapt stage, before differentiation and allocation. */
-eg_status egi_machine_expand(egi_machine *machine);
+/* Mixtures of experts become what is executed; or, with --no-fuse, all fused operators become their bodies. After the
+ * adapt stage, before differentiation and allocation. */
+eg_status egi_machine_specialise(egi_machine *machine, const egi_adapt_options *adapt, bool is_expanded);
 eg_status egi_machine_allocate(egi_machine *machine);
 void egi_machine_close(egi_machine *machine);
 eg_status egi_run_passes(egi_graph *graph, const char *const *names, size_t n_names, const egi_adapt_options *adapt);

@@ -166,7 +166,7 @@ eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
                              .pooling = trainer->objective.pooling,
                              .similarity_scale = trainer->objective.similarity_scale};
   EG_TRY(egi_run_passes(machine->graph, adapt_passes, EGI_COUNT(adapt_passes), &adapt));
-  if (trainer->options.no_fuse) EG_TRY(egi_machine_expand(machine));
+  EG_TRY(egi_machine_specialise(machine, &adapt, trainer->options.no_fuse != 0));
   EG_TRY(list_parameters(trainer));
   EG_TRY(egi_module_copy_graph(machine->module, machine->graph, "evaluate", &trainer->evaluation));
   EG_TRY(egi_run_passes(machine->graph, differentiate_passes, EGI_COUNT(differentiate_passes), &adapt));

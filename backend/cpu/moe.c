@@ -1,108 +1,168 @@
-/* engraft.MoE: routing, rows by expert, two products with an activation between them, weighted sums by inverse gather.
- * The order of additions is that of the choice. */
+/* engraft.MoE in one kernel, for graphs that are run as they were recognised: what dispatch_moe makes of it, one after
+ * the other on the same functions. */
 #include "backend/cpu/moe.h"
 
-typedef struct row_run {
-  const egi_moe_run *run;
-  const egi_tensor *tensor;
-  egi_rows rows;
-  bool is_weighted;
-} row_run;
+/* ---- planning ------------------------------------------------------------------------------------------------- */
 
-static char *row_buffer(const egi_moe_run *run, int64_t row) {
-  return egi_moe_at(run->p, run->wide, row * run->p->width);
+static bool place(size_t *total, int64_t count, size_t element_bytes, size_t *out_offset) {
+  size_t bytes = 0;
+  *out_offset = *total;
+  return egi_size_multiply((size_t)count, element_bytes, &bytes) && egi_size_add(bytes, 63, &bytes) &&
+         egi_size_add(*total, bytes / 64 * 64, total);
 }
 
+static bool place_rows(size_t *total, const egi_moe_params *p, int64_t columns, size_t *out_offset) {
+  size_t count = 0;
+  return egi_size_multiply((size_t)p->n_rows, (size_t)columns, &count) &&
+         place(total, (int64_t)count, p->element_bytes, out_offset);
+}
+
+static int64_t larger(int64_t a, int64_t b) {
+  return a > b ? a : b;
+}
+
+static eg_status place_all(egi_kernel_plan *plan, egi_moe_params *p) {
+  size_t workers = egi_pool_size(egi_context_pool(plan->ctx)), total = 0, route = 0;
+  int64_t lists = 3 * p->n_rows + p->router.moe.n_experts + 1;
+  p->scratch_bytes = egi_ragged_scratch(&p->gate, larger(larger(p->width, p->gate_rows), p->inner), p->element_bytes);
+  bool is_sound = egi_route_workspace(&p->router, workers, &route) &&
+                  place(&total, lists, sizeof(int32_t), &p->lists) && place(&total, (int64_t)route, 1, &p->route) &&
+                  place_rows(&total, p, 1, &p->weight) && place_rows(&total, p, p->width, &p->wide) &&
+                  place_rows(&total, p, p->hidden, &p->saved) && place_rows(&total, p, p->inner, &p->middle) &&
+                  place(&total, (int64_t)workers, p->scratch_bytes, &p->scratch);
+  if (!is_sound) return egi_fail_node(plan->graph, plan->node, EG_ERROR_MEMORY, "workspace is too large");
+  plan->workspace_bytes = total;
+  plan->params = p;
+  return EG_OK;
+}
+
+static int64_t matrix_rows(const egi_kernel_plan *plan, const egi_ragged *ragged) {
+  const egi_tensor *t = &plan->inputs[ragged->first[EGI_RAGGED_WEIGHT]];
+  return t->dims[t->rank - (ragged->is_transposed ? 1 : 2)];
+}
+
+eg_status egi_cpu_prepare_moe(egi_kernel_plan *plan) {
+  const egi_tensor *x = &plan->inputs[EGI_MOE_X];
+  egi_moe_params *p = EGI_NEW(plan->arena, egi_moe_params, 1);
+  egi_moe moe;
+  if (p == NULL) return EG_ERROR_MEMORY;
+  EG_TRY(egi_router_prepare(plan, EGI_MOE_LOGITS, &p->router));
+  EG_TRY(egi_moe_read(plan->graph, plan->node, &moe));
+  p->router.moe = moe;
+  p->isa = egi_cpu_isa();
+  p->dtype = x->dtype;
+  p->element_bytes = egi_element_bytes(x->dtype);
+  p->width = x->dims[x->rank - 1];
+  p->n_rows = p->router.n_rows;
+  p->gate = egi_moe_projection(&moe, EGI_MOE_GATE, p->width);
+  p->up = egi_moe_projection(&moe, EGI_MOE_UP, p->width);
+  p->gate_rows = matrix_rows(plan, &p->gate);
+  p->hidden = moe.form == EGI_MOE_SEPARATE ? 2 * p->gate_rows : p->gate_rows;
+  p->inner = moe.form == EGI_MOE_UNGATED ? p->gate_rows : p->hidden / 2;
+  p->down = egi_moe_projection(&moe, EGI_MOE_DOWN, p->inner);
+  bool fits = p->router.dtype == p->dtype && egi_ragged_takes(&p->gate, plan->inputs, p->dtype) &&
+              egi_ragged_takes(&p->up, plan->inputs, p->dtype) && egi_ragged_takes(&p->down, plan->inputs, p->dtype);
+  return fits ? place_all(plan, p) : egi_fail_types(plan);
+}
+
+/* ---- running -------------------------------------------------------------------------------------------------- */
+
+typedef struct moe_run {
+  const egi_moe_params *p;
+  const egi_kernel_call *call;
+  egi_routing routing;
+  char *wide, *saved, *middle;
+  egi_rows rows; /* of x, then of y */
+} moe_run;
+
 static void gather_task(void *argument, size_t task, size_t worker) {
-  const row_run *r = argument;
-  const egi_moe_params *p = r->run->p;
-  int64_t first = (int64_t)task * EGI_MOE_TASK_ROWS;
+  const moe_run *r = argument;
+  const egi_moe_params *p = r->p;
   size_t bytes = (size_t)p->width * p->element_bytes;
+  int64_t first = (int64_t)task * EGI_RAGGED_TILE_ROWS;
   (void)worker;
-  for (int64_t row = first; row < first + EGI_MOE_TASK_ROWS && row < p->n_rows; row++) {
-    void *target = row_buffer(r->run, row);
-    const void *source = egi_rows_load(&r->rows, r->tensor, r->run->order[row] / p->moe.top_k, target);
+  for (int64_t row = first; row < first + EGI_RAGGED_TILE_ROWS && row < p->n_rows; row++) {
+    char *target = r->wide + (size_t)row * bytes;
+    const void *source = egi_rows_load(&r->rows, &r->call->inputs[EGI_MOE_X], r->routing.source_row[row], target);
     if (source != target) memcpy(target, source, bytes);
   }
 }
 
-void egi_moe_gather(const egi_moe_run *run, const egi_tensor *tensor) {
-  row_run r = {.run = run, .tensor = tensor};
-  egi_rows_init(&r.rows, tensor, tensor->rank - 1);
-  egi_pool_run(run->call->pool, (size_t)((run->p->n_rows + EGI_MOE_TASK_ROWS - 1) / EGI_MOE_TASK_ROWS), gather_task,
-               &r);
-}
-
-/* The sum of a token's rows in `wide`, in place over its first one: the rows of a token belong to it alone. */
-static void combine_token(const row_run *r, int64_t token) {
-  const egi_moe_run *run = r->run;
-  const egi_moe_params *p = run->p;
-  const egi_row_functions *functions = egi_row_functions_of(p->dtype);
-  int64_t k = p->moe.top_k;
-  char *sum = row_buffer(run, run->place[token * k]);
-  for (int64_t j = 0; j < k; j++) {
-    char *row = row_buffer(run, run->place[token * k + j]);
-    if (r->is_weighted)
-      functions->scale(row, egi_real_get(egi_moe_at(p, run->weights, token * k + j), p->dtype), p->width);
-    if (j > 0) functions->add(sum, row, p->width);
-  }
-  void *target = egi_rows_target(&r->rows, r->tensor, token, sum);
-  if (target != sum) memcpy(target, sum, (size_t)p->width * p->element_bytes);
-  egi_rows_store(&r->rows, r->tensor, token, sum);
-}
-
+/* The sum of a token's rows, in place over its first one: the rows of a token belong to it alone. */
 static void combine_task(void *argument, size_t task, size_t worker) {
-  const row_run *r = argument;
-  int64_t first = (int64_t)task * EGI_MOE_TASK_ROWS;
+  const moe_run *r = argument;
+  const egi_moe_params *p = r->p;
+  const egi_row_functions *functions = egi_row_functions_of(p->dtype);
+  const egi_tensor *y = &r->call->outputs[0];
+  size_t bytes = (size_t)p->width * p->element_bytes;
+  int64_t k = p->router.moe.top_k, first = (int64_t)task * EGI_RAGGED_TILE_ROWS;
   (void)worker;
-  for (int64_t t = first; t < first + EGI_MOE_TASK_ROWS && t < r->run->p->tokens; t++) combine_token(r, t);
+  for (int64_t t = first; t < first + EGI_RAGGED_TILE_ROWS && t < p->router.tokens; t++) {
+    char *sum = r->wide + (size_t)r->routing.inverse[t * k] * bytes;
+    for (int64_t j = 1; j < k; j++)
+      functions->add(sum, r->wide + (size_t)r->routing.inverse[t * k + j] * bytes, p->width);
+    void *target = egi_rows_target(&r->rows, y, t, sum);
+    if (target != sum) memcpy(target, sum, bytes);
+    egi_rows_store(&r->rows, y, t, sum);
+  }
 }
 
-void egi_moe_combine(const egi_moe_run *run, const egi_tensor *out, bool is_weighted) {
-  row_run r = {.run = run, .tensor = out, .is_weighted = is_weighted};
-  egi_rows_init(&r.rows, out, out->rank - 1);
-  egi_pool_run(run->call->pool, (size_t)((run->p->tokens + EGI_MOE_TASK_ROWS - 1) / EGI_MOE_TASK_ROWS), combine_task,
-               &r);
+static size_t tasks_of(int64_t rows) {
+  return (size_t)((rows + EGI_RAGGED_TILE_ROWS - 1) / EGI_RAGGED_TILE_ROWS);
 }
 
-static bool wants(const egi_kernel_call *call, unsigned output) {
-  return output < call->n_outputs && call->outputs[output].dtype != EG_DTYPE_UNDEFINED;
+static egi_matrix rows_of(const egi_moe_params *p, char *data, int64_t columns) {
+  return (egi_matrix){data, p->dtype, columns, 1};
+}
+
+static void multiply(const moe_run *r, const egi_ragged *ragged, int64_t n, egi_matrix in, egi_matrix out,
+                     const egi_tensor *row_weight) {
+  const egi_moe_params *p = r->p;
+  const egi_ragged_product product = {.ragged = ragged,
+                                      .call = r->call,
+                                      .isa = p->isa,
+                                      .offsets = r->routing.offsets,
+                                      .n = n,
+                                      .alpha = 1.0,
+                                      .in = in,
+                                      .out = out,
+                                      .row_weight = row_weight,
+                                      .scratch = (char *)r->call->workspace + p->scratch,
+                                      .scratch_bytes = p->scratch_bytes};
+  egi_ragged_multiply(&product);
+}
+
+static moe_run begin(const egi_kernel_call *call) {
+  const egi_moe_params *p = call->params;
+  char *base = call->workspace;
+  int32_t *lists = (int32_t *)(void *)(base + p->lists);
+  return (moe_run){
+      .p = p,
+      .call = call,
+      .routing = {lists, lists + p->n_rows, lists + 2 * p->n_rows, lists + 3 * p->n_rows, base + p->weight},
+      .wide = base + p->wide,
+      .saved = base + p->saved,
+      .middle = base + p->middle};
 }
 
 eg_status egi_cpu_run_moe(eg_context *ctx, const egi_kernel_call *call) {
-  egi_moe_run run = egi_moe_begin(call);
-  const egi_moe_params *p = run.p;
+  moe_run r = begin(call);
+  const egi_moe_params *p = r.p;
+  const egi_tensor *correction =
+      egi_call_has_input(call, EGI_MOE_CORRECTION) ? &call->inputs[EGI_MOE_CORRECTION] : NULL;
+  const egi_tensor weight = {r.routing.weight, p->dtype, 1, {p->n_rows}, {1}};
+  egi_matrix wide = rows_of(p, r.wide, p->width), saved = rows_of(p, r.saved, p->hidden);
   (void)ctx;
-  if (wants(call, 1)) run.indices = call->outputs[1].data;
-  if (wants(call, 2)) run.weights = call->outputs[2].data;
-  if (wants(call, 3)) run.saved = call->outputs[3].data;
-  egi_moe_route(&run);
-  egi_moe_sort(&run);
-  egi_moe_gather(&run, &call->inputs[EGI_MOE_X]);
-  egi_moe_product product = {.kind = EGI_MOE_FORWARD,
-                             .role = EGI_MOE_GATE,
-                             .n = p->gate,
-                             .k = p->width,
-                             .in = run.wide,
-                             .in_stride = p->width,
-                             .out = run.saved,
-                             .out_stride = p->hidden};
-  egi_moe_multiply(&run, &product);
-  if (p->moe.form == EGI_MOE_SEPARATE) {
-    product.role = EGI_MOE_UP;
-    product.out = egi_moe_at(p, run.saved, p->gate);
-    egi_moe_multiply(&run, &product);
-  }
-  egi_moe_activate(&run);
-  product = (egi_moe_product){.kind = EGI_MOE_FORWARD,
-                              .role = EGI_MOE_DOWN,
-                              .n = p->width,
-                              .k = p->inner,
-                              .in = run.middle,
-                              .in_stride = p->inner,
-                              .out = run.wide,
-                              .out_stride = p->width};
-  egi_moe_multiply(&run, &product);
-  egi_moe_combine(&run, &call->outputs[0], true);
+  egi_route(&p->router, call, &call->inputs[EGI_MOE_LOGITS], correction, (char *)call->workspace + p->route,
+            &r.routing);
+  egi_rows_init(&r.rows, &call->inputs[EGI_MOE_X], call->inputs[EGI_MOE_X].rank - 1);
+  egi_pool_run(call->pool, tasks_of(p->n_rows), gather_task, &r);
+  multiply(&r, &p->gate, p->gate_rows, wide, saved, NULL);
+  if (p->router.moe.form == EGI_MOE_SEPARATE)
+    multiply(&r, &p->up, p->gate_rows, wide, egi_matrix_part(&saved, 0, p->gate_rows), NULL);
+  egi_moe_activate(p, call, r.saved, r.middle);
+  multiply(&r, &p->down, p->width, rows_of(p, r.middle, p->inner), wide, &weight);
+  egi_rows_init(&r.rows, &call->outputs[0], call->outputs[0].rank - 1);
+  egi_pool_run(call->pool, tasks_of(p->router.tokens), combine_task, &r);
   return EG_OK;
 }

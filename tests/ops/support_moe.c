@@ -1,5 +1,4 @@
-/* Conformance cases of engraft.MoE and its gradient: the sums written out in doubles, the gradient by central
- * differences of them. */
+/* Conformance cases of engraft.MoE: the sums written out in doubles. */
 #include "support_ops.h"
 
 #include <math.h>
@@ -52,8 +51,6 @@ typedef struct reference {
   const setting *s;
   const ops_tensor *inputs;
   uint32_t first[EGI_MOE_ROLES];
-  const double *weights;              /* of the result's elements, for the gradient */
-  double *indices, *routing, *hidden; /* results beside y, or NULL */
 } reference;
 
 static int64_t gate_rows(const setting *s) {
@@ -185,7 +182,7 @@ static void route(const reference *r, const double *logits, int64_t *chosen, dou
 
 static void run(const reference *r, double *y) {
   const setting *s = r->s;
-  int64_t chosen[8], columns = hidden_columns(s);
+  int64_t chosen[8];
   double weights[8], hidden[64], out[256];
   for (int64_t t = 0; t < s->tokens; t++) {
     route(r, r->inputs[EGI_MOE_LOGITS].values + t * s->n_experts, chosen, weights);
@@ -193,25 +190,8 @@ static void run(const reference *r, double *y) {
     for (int64_t j = 0; j < s->top_k; j++) {
       run_expert(r, chosen[j], r->inputs[EGI_MOE_X].values + t * s->width, hidden, out);
       for (int64_t i = 0; i < s->width; i++) y[t * s->width + i] += weights[j] * out[i];
-      if (r->indices == NULL) continue;
-      r->indices[t * s->top_k + j] = (double)chosen[j];
-      r->routing[t * s->top_k + j] = weights[j];
     }
   }
-  for (int64_t e = 0, row = 0; e < s->n_experts && r->indices != NULL; e++) /* by expert */
-    for (int64_t i = 0; i < s->tokens * s->top_k; i++) {
-      if ((int64_t)r->indices[i] != e) continue;
-      run_expert(r, e, r->inputs[EGI_MOE_X].values + i / s->top_k * s->width, hidden, out);
-      memcpy(r->hidden + row++ * columns, hidden, sizeof(double) * (size_t)columns);
-    }
-}
-
-static double objective(const void *context) {
-  const reference *r = context;
-  double y[1024], sum = 0.0;
-  run(r, y);
-  for (int64_t i = 0; i < r->s->tokens * r->s->width; i++) sum += r->weights[i] * y[i];
-  return sum;
 }
 
 /* ---- the cases ------------------------------------------------------------------------------------------------ */
@@ -315,61 +295,8 @@ void ops_case_moe(void **state, egi_op op) {
     ops_begin(&c, state, op, types[i % 2]);
     add_inputs(&c, s, types[i % 2], &r, roles);
     ops_tensor *y = ops_add_output(&c, types[i % 2], 2, (int64_t[]){s->tokens, s->width});
-    r.indices = ops_add_output(&c, EG_DTYPE_I32, 2, (int64_t[]){s->tokens, s->top_k})->values;
-    r.routing = ops_add_output(&c, types[i % 2], 2, (int64_t[]){s->tokens, s->top_k})->values;
-    r.hidden = ops_add_output(&c, types[i % 2], 2, (int64_t[]){s->tokens * s->top_k, hidden_columns(s)})->values;
     run(&r, y->values);
     ops_check(&c);
     ops_end(&c);
   }
-}
-
-/* Differences of the objective by each value of `in`. */
-static void differentiate(const reference *r, ops_tensor *in, double *gradient) {
-  for (int64_t k = 0; k < ops_count(in); k++) {
-    double x = in->values[k], h = 1e-5;
-    in->values[k] = x + h;
-    double above = objective(r);
-    in->values[k] = x - h;
-    double below = objective(r);
-    in->values[k] = x;
-    gradient[k] = (above - below) / (2.0 * h);
-  }
-}
-
-static void check_gradient(void **state, egi_op op, const setting *s, eg_dtype dtype) {
-  ops_case c;
-  reference r = {.s = s};
-  int64_t roles[EGI_MOE_ROLES] = {0};
-  ops_begin(&c, state, op, dtype);
-  add_inputs(&c, s, dtype, &r, roles);
-  unsigned n_inputs = c.n_inputs, n_scales = s->bits > 0 ? r.first[EGI_MOE_GATE_SCALES] : n_inputs;
-  r.indices = ops_add_input(&c, EG_DTYPE_I32, 2, (int64_t[]){s->tokens, s->top_k})->values;
-  r.routing = ops_add_input(&c, dtype, 2, (int64_t[]){s->tokens, s->top_k})->values;
-  r.hidden = ops_add_input(&c, dtype, 2, (int64_t[]){s->tokens * s->top_k, hidden_columns(s)})->values;
-  ops_tensor *dy = ops_add_input(&c, dtype, 2, (int64_t[]){s->tokens, s->width});
-  ops_fill_uniform(dy, -1.0, 1.0, 99);
-  double y[1024];
-  run(&r, y);
-  for (int64_t i = 0; i < s->tokens * s->top_k; i++) r.routing[i] = ops_round(dtype, r.routing[i]);
-  for (int64_t i = 0; i < s->tokens * s->top_k * hidden_columns(s); i++) r.hidden[i] = ops_round(dtype, r.hidden[i]);
-  r.indices = NULL;
-  r.weights = dy->values;
-  for (unsigned i = 0; i < n_inputs && i < n_scales; i++) {
-    ops_tensor *in = &c.inputs[i];
-    bool is_skipped = i == EGI_MOE_CORRECTION || in->dtype == EG_DTYPE_U8;
-    if (i == EGI_MOE_LOGITS && s->logits == TIED_LOGITS) is_skipped = true; /* no derivative where the choice jumps */
-    if (is_skipped) {
-      c.outputs[c.n_outputs++] = (ops_tensor){.dtype = EG_DTYPE_UNDEFINED};
-      continue;
-    }
-    ops_tensor *out = ops_add_output(&c, dtype, in->rank, in->dims);
-    differentiate(&r, in, out->values);
-  }
-  ops_check(&c);
-  ops_end(&c);
-}
-
-void ops_case_moe_grad(void **state, egi_op op) {
-  for (size_t i = 0; i < EGI_COUNT(settings) * 2; i++) check_gradient(state, op, &settings[i / 2], types[i % 2]);
 }

@@ -283,7 +283,7 @@ static const gradient_case cases[] = {
      "\"after\", gate_up = \"separate\", activation = \"gelu\", roles = [2, 0, 2, 0, 2, 0]> (x, l, , g0, g1, u0, u1, "
      "d0, "
      "d1) }",
-     -1, 1, 0, 0, NULL},
+     -1, 1, 0, 0, "g0,g1,u0,u1,d0,d1"},
     {"(double[5,4] x, double[5,6] l, double[6,3,4] g, double[6,4,3] d) => (double[5,4] y) <double[6] c = "
      "{0.1,0.4,0.2,0.3,0.1,0.2}>\n"
      "{ y = engraft.MoE <experts = 6, top_k = 2, scoring = \"sigmoid\", normalise = 1, routed_scale = 2.5, groups = 3, "
@@ -297,6 +297,30 @@ static const gradient_case cases[] = {
      "\"interleaved\", activation = \"relu\", roles = [1, 0, 0, 0, 1, 0, 1, 1, 0, 0, 1, 0]> (x, l, , g, d, gs, z, ds) "
      "}",
      -1, 1, 0, 0, NULL},
+    /* what mixtures of experts become */
+    {"(double[5,4] l) => (double[10] w) { e, s, i, o, w = engraft.Route <experts = 4, top_k = 2> (l) }", -2, 2, 0, 0,
+     NULL},
+    {"(double[2,3,4] l) => (double[12] w) { e, s, i, o, w = engraft.Route <experts = 4, top_k = 2, normalise = 1, "
+     "scoring = \"sigmoid\", routed_scale = 1.5> (l) }",
+     -2, 2, 0, 0, NULL},
+    {"(double[5,4] l) => (double[10] w) { e, s, i, o, w = engraft.Route <experts = 4, top_k = 2, order = \"after\"> "
+     "(l) }",
+     -2, 2, 0, 0, NULL},
+#define ROWS "int32[6] s = {0,2,0,1,1,2}, int32[6] i = {0,2,3,4,1,5}"
+    {"(double[1,3,4] x) => (double[6,4] y) <" ROWS "> { y = engraft.Dispatch (x, s, i) }", -2, 2, 0, 0, NULL},
+    {"(double[6,4] x, double[3,1,4] z) => (double[3,1,4] y) <" ROWS "> { y = engraft.Combine (x, s, i, z) }", -2, 2, 0,
+     0, "z"},
+#define RAGGED(attributes, inputs) \
+  "{ y = engraft.RaggedLinear <experts = 3, in_features = 4, " attributes "> (" inputs ") }"
+    {"(double[6,4] x, double[3,5,4] w, double[3,5] b) => (double[6,5] y) <int32[4] o = {0,4,4,6}>\n" RAGGED(
+         "roles = [1, 1]", "x, , o, , w, b"),
+     -2, 2, 0, 0, NULL},
+    {"(double[6,4] x, double[6,5] c, double[6] r, double[3,4,5] w, double[3,5] b) => (double[6,5] y)\n"
+     "<int32[4] o = {0,0,5,6}>\n" RAGGED("roles = [1, 1], transposed = 1, alpha = 0.5", "x, c, o, r, w, b"),
+     -2, 2, 0, 0, NULL},
+    {"(double[6,4] x, double[6] r, double[2,4] w0, double[2,4] w1, double[2,4] w2) => (double[6,2] y)\n"
+     "<int32[4] o = {0,1,6,6}>\n" RAGGED("roles = [3], loop = 1", "x, , o, r, w0, w1, w2"),
+     -2, 2, 0, 0, "w0,w1,w2"},
     {"(double[2,4,9] x, double[6,2,3] w, double[6] b) => (double[2,6,5] y)\n"
      "{ y = Conv <group = 2, pads = [1,1], strides = [2]> (x, w, b) }",
      -2, 2, 0, 0, NULL},
@@ -572,7 +596,7 @@ static bool check_case(pass_fixture *fixture, const gradient_case *c, bool is_ex
   if (has_calls) pass_run(fixture, "fold_constants,eliminate_identity,fold_constants", NULL);
   make_trainable(fixture, c);
   add_loss(fixture);
-  if (pass_try(fixture, "differentiate,eliminate_common,eliminate_dead", NULL) != EG_OK)
+  if (pass_try(fixture, "dispatch_moe,differentiate,eliminate_common,eliminate_dead", NULL) != EG_OK)
     fail_msg("%s\n%s", c->graph, eg_context_error(fixture->ctx));
   open_runner(r, c, c->graph);
   compare(r, c);
