@@ -3,7 +3,7 @@
 #include "backend/costs.h"
 
 #include "graph/linear.h"
-#include "graph/moe.h"
+#include "graph/ragged.h"
 
 typedef struct operands {
   const egi_graph *graph;
@@ -203,7 +203,7 @@ static double unread_bytes(const operands *o, const egi_moe *moe, double chosen)
   return share < 1.0 ? (1.0 - share) * sum : 0.0;
 }
 
-static eg_status set_moe(const operands *o, egi_cost *cost, double products) {
+static eg_status cost_moe(const operands *o, egi_cost *cost) {
   egi_moe moe;
   EG_TRY(egi_moe_read(o->graph, o->id, &moe));
   const egi_tensor *x = input_at(o, EGI_MOE_X);
@@ -213,20 +213,38 @@ static eg_status set_moe(const operands *o, egi_cost *cost, double products) {
   double inner = has_both ? gate / 2.0 : gate, width = dim_back(x, 1);
   if (!(width > 0.0)) return EG_OK;
   double chosen = count(x) / width * (double)moe.top_k;
-  set_product(cost, products * 2.0 * chosen * width * (gate + up + inner), x);
+  set_product(cost, 2.0 * chosen * width * (gate + up + inner), x);
   cost->read_bytes -= unread_bytes(o, &moe, chosen);
   return EG_OK;
 }
 
-static eg_status cost_moe(const operands *o, egi_cost *cost) {
-  return set_moe(o, cost, 1.0);
+/* Experts that no row can choose are not read. */
+static double unread_stacks(const operands *o, const egi_ragged *ragged, double rows) {
+  double sum = 0.0, share = rows / (double)ragged->n_experts;
+  for (uint32_t i = EGI_RAGGED_FIRST_ROLE; i < ragged->n_inputs; i++) sum += bytes(input_at(o, i));
+  return share < 1.0 ? (1.0 - share) * sum : 0.0;
 }
 
-static eg_status cost_moe_grad(const operands *o, egi_cost *cost) {
-  bool has_weights = false;
-  for (unsigned i = EGI_MOE_FIRST_ROLE; i < o->node->n_outputs; i++)
-    has_weights = has_weights || output_at(o, i)->dtype != EG_DTYPE_UNDEFINED;
-  return set_moe(o, cost, has_weights ? 2.0 : 1.0);
+static eg_status cost_ragged(const operands *o, egi_cost *cost) {
+  egi_ragged ragged;
+  EG_TRY(egi_ragged_read(o->graph, o->id, &ragged));
+  const egi_tensor *rows = input_at(o, 0);
+  double n = o->node->op == EGI_OP_RaggedLinear ? dim_back(output_at(o, 0), 1) : dim_back(rows, 1);
+  set_product(cost, 2.0 * dim_back(rows, 2) * n * (double)ragged.in_features, rows);
+  cost->read_bytes -= unread_stacks(o, &ragged, dim_back(rows, 2));
+  return EG_OK;
+}
+
+static eg_status cost_ragged_reduce(const operands *o, egi_cost *cost) {
+  const egi_tensor *left = input_at(o, 0);
+  set_product(cost, 2.0 * count(left) * dim_back(input_at(o, 1), 1), left);
+  return EG_OK;
+}
+
+/* A sum like another in its shape alone. */
+static eg_status cost_combine(const operands *o, egi_cost *cost) {
+  cost->read_bytes -= bytes(input_at(o, 3));
+  return EG_OK;
 }
 
 /* ---- bytes ---------------------------------------------------------------------------------------------------- */

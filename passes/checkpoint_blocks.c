@@ -28,6 +28,7 @@ bool egi_is_cheap(egi_op op) {
   case EGI_OP_Softmax:
   case EGI_OP_LogSoftmax:
   case EGI_OP_Concat:
+  case EGI_OP_Dispatch:
   case EGI_OP_SumTo:
   case EGI_OP_Barrier:
   case EGI_OP_ReduceLogSumExp:

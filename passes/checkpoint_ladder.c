@@ -63,7 +63,6 @@ static void join_pairs(const egi_blocks *blocks, uint32_t n, egi_decisions *d) {
 /* A choice that numbers were made into, such as the experts of a token: few bytes, and what hangs on it must not be
  * decided twice. The values chosen stay with it. */
 static bool is_choice(const egi_graph *graph, const egi_node *node) {
-  if (node->op == EGI_OP_MoE) return false; /* its other results are large */
   for (unsigned i = 0; i < node->n_outputs; i++) {
     egi_dtype_class kind = egi_dtype_kind(graph->values[node->outputs[i]].dtype);
     if (node->outputs[i] != 0 && kind == EGI_CLASS_INTEGER) return true;

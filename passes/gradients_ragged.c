@@ -4,6 +4,10 @@
 #include "graph/ragged.h"
 #include "passes/lower.h"
 
+eg_status egi_gradient_moe(egi_gradient *gradient) {
+  return egi_gradient_require(gradient, false, "it has no gradient before dispatch_moe has taken it apart");
+}
+
 eg_status egi_gradient_route(egi_gradient *gradient) {
   EG_TRY(
       egi_gradient_require(gradient, !egi_gradient_wants(gradient, 1), "the correction of the choice has no gradient"));

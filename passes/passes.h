@@ -30,7 +30,7 @@ typedef struct egi_adapt_options {
   eg_loss loss;      /* EG_LOSS_AUTO: of the next token */
   eg_pooling pooling;
   double similarity_scale; /* 0: 20 */
-  bool is_loop;      /* dispatch_moe: experts one after the other */
+  bool is_loop;            /* dispatch_moe: experts one after the other */
 } egi_adapt_options;
 
 /* What buffer_checkpoints is told. */

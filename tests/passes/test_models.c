@@ -105,7 +105,9 @@ static void check_training(pass_fixture *fixture, const model_file *model) {
   egi_parameter *parameters = NULL;
   size_t n_parameters = 0;
   must(fixture, model, egi_find_parameters(fixture->graph, &fixture->arena, &parameters, &n_parameters));
-  pass_run(fixture, "widen_floats,append_loss,graft_adapters,differentiate,eliminate_common,eliminate_dead", &adapt);
+  pass_run(fixture,
+           "widen_floats,append_loss,graft_adapters,dispatch_moe,differentiate,eliminate_common,eliminate_dead",
+           &adapt);
   assert_int_equal(pass_count(fixture, EGI_OP_Accumulate), n_parameters);
 }
 
