@@ -65,41 +65,19 @@ static egi_value_id operand(copier *c, egi_value_id value, uint32_t block) {
   return c->ordered[value];
 }
 
-static eg_status copy_outputs(copier *c, egi_node *copy) {
-  egi_graph *graph = c->graph;
-  for (unsigned i = 0; i < copy->n_outputs; i++) {
-    egi_value_id first = copy->outputs[i];
-    if (first == 0) {
-      copy->outputs[i] = EGI_VALUE_UNWANTED;
-      continue;
-    }
-    const char *name = egi_arena_format(&c->arena, "%s/again", graph->values[first].name);
-    if (!name) return EG_ERROR_MEMORY;
-    EG_TRY(egi_graph_add_value(graph, name, &copy->outputs[i]));
-    c->copies[first] = copy->outputs[i];
-  }
-  return EG_OK;
-}
-
 static eg_status copy_node(copier *c, egi_node_id id) {
-  egi_graph *graph = c->graph;
-  egi_node copy = graph->nodes[id];
-  egi_node_id added = 0;
-  egi_value_id *operands = EGI_NEW(&c->arena, egi_value_id, (size_t)copy.n_inputs + copy.n_outputs + 1);
-  if (!operands) return EG_ERROR_MEMORY;
-  c->emit.scope = copy.scope;
-  for (unsigned i = 0; i < copy.n_inputs; i++)
-    operands[i] = operand(c, graph->nodes[id].inputs[i], c->blocks.of_node[id] - 1);
+  const egi_node node = c->graph->nodes[id]; /* rows move while nodes are added, lists do not */
+  egi_value_id *inputs = EGI_NEW(&c->arena, egi_value_id, (size_t)node.n_inputs + 1);
+  egi_value_id *outputs = EGI_NEW(&c->arena, egi_value_id, (size_t)node.n_outputs + 1);
+  if (!inputs || !outputs) return EG_ERROR_MEMORY;
+  c->emit.scope = node.scope;
+  for (unsigned i = 0; i < node.n_inputs; i++) inputs[i] = operand(c, node.inputs[i], c->blocks.of_node[id] - 1);
   EG_TRY(c->emit.status);
-  memcpy(operands + copy.n_inputs, graph->nodes[id].outputs, copy.n_outputs * sizeof *operands);
-  copy.inputs = operands;
-  copy.outputs = operands + copy.n_inputs;
-  copy.name = egi_arena_format(&c->arena, "%s/again", copy.name ? copy.name : "");
-  if (!copy.name) return EG_ERROR_MEMORY;
-  EG_TRY(copy_outputs(c, &copy));
-  EG_TRY(egi_graph_add_node(graph, &copy, &added));
+  EG_TRY(egi_repeat_node(c->graph, &c->arena, id, inputs, "again", outputs));
+  for (unsigned i = 0; i < node.n_outputs; i++)
+    if (node.outputs[i] != 0) c->copies[node.outputs[i]] = outputs[i];
   c->run->report->n_matched++;
-  return egi_infer_node(graph, added);
+  return EG_OK;
 }
 
 static eg_status copy_nodes(copier *c, egi_node_id n_nodes) {

@@ -30,6 +30,10 @@ bool egi_is_cheap(egi_op op);
 /* The node takes sizes alone of its inputs. */
 bool egi_is_size(egi_op op);
 
+/* Adds the node once more, over other inputs; its values are named after the first ones. */
+eg_status egi_repeat_node(egi_graph *graph, egi_arena *arena, egi_node_id id, const egi_value_id *inputs,
+                          const char *suffix, egi_value_id *out_outputs);
+
 typedef enum egi_block_mode {
   EGI_BLOCK_KEEP,  /* the backward pass reads what the forward pass left */
   EGI_BLOCK_CHEAP, /* what is cheap to make again from the rest is made again */

@@ -43,6 +43,28 @@ bool egi_is_cheap(egi_op op) {
   }
 }
 
+eg_status egi_repeat_node(egi_graph *graph, egi_arena *arena, egi_node_id id, const egi_value_id *inputs,
+                          const char *suffix, egi_value_id *out_outputs) {
+  egi_node copy = graph->nodes[id];
+  egi_node_id added = 0;
+  for (unsigned i = 0; i < copy.n_outputs; i++) {
+    egi_value_id first = copy.outputs[i];
+    out_outputs[i] = EGI_VALUE_UNWANTED;
+    if (first == 0) continue;
+    const char *name = egi_arena_format(arena, "%s/%s", graph->values[first].name, suffix);
+    if (!name) return EG_ERROR_MEMORY;
+    EG_TRY(egi_graph_add_value(graph, name, &out_outputs[i]));
+  }
+  copy.inputs = (egi_value_id *)(uintptr_t)inputs; /* only read: the node is copied */
+  copy.outputs = out_outputs;
+  copy.name = egi_arena_format(arena, "%s/%s", copy.name ? copy.name : "", suffix);
+  if (!copy.name) return EG_ERROR_MEMORY;
+  EG_TRY(egi_graph_add_node(graph, &copy, &added));
+  for (unsigned i = 0; i < copy.n_outputs; i++)
+    if (out_outputs[i] == EGI_VALUE_UNWANTED) out_outputs[i] = 0;
+  return egi_infer_node(graph, added);
+}
+
 /* ---- the way from the tokens to the loss ------------------------------------------------------------------------ */
 
 static void mark_forward(const finder *f, egi_value_id loss) {

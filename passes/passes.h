@@ -33,9 +33,10 @@ typedef struct egi_adapt_options {
   bool is_loop;            /* dispatch_moe: experts one after the other */
 } egi_adapt_options;
 
-/* What buffer_checkpoints is told. */
+/* What buffer_checkpoints and tile_rows are told. */
 typedef struct egi_checkpoint_options {
-  uint32_t rung; /* how far memory is traded for time: from 0, which keeps everything, to the end of the last stage */
+  uint32_t tiles; /* of the rows of wide layers; below 2: none */
+  uint32_t rung;  /* how far memory is traded for time: from 0, which keeps everything, to the end of the last stage */
   bool is_single_buffered; /* copies of a block hide behind that block alone: for comparison */
 } egi_checkpoint_options;
 
@@ -87,7 +88,7 @@ const egi_pass_info *egi_pass_find(const char *name); /* NULL when there is none
 
 typedef struct egi_pipeline_options {
   const egi_adapt_options *adapt;
-  const egi_checkpoint_options *checkpoints; /* NULL: each block is made again from its input */
+  const egi_checkpoint_options *checkpoints; /* NULL: 4 tiles; each block is made again from its input */
   bool verify;                               /* run the graph before and after each pass on random input and compare */
   /* Nothing is taken for granted that training and an ordinary run hold to: caches stay inputs and outputs, and masks
    * that follow positions stay as they are. */

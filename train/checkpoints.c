@@ -1,11 +1,14 @@
 /* Memory for time: which rung of buffer_checkpoints' ladder a trainer takes. Each candidate is the graph as it would
- * be, in a clone of the module, planned for all shapes: the bytes are those that will be allocated. Stages of the
- * ladder are tried at their ends first, then the first rung that fits is looked for inside the stage, so that what is
- * said to be the least would do. */
+ * be, in a clone of the module, planned for all shapes: the bytes are those that will be allocated. Stages of the ladder
+ * are tried at their ends first, then the first rung that fits is looked for inside the stage, so that what is said to
+ * be the least would do. Where no rung fits, wide layers are cut in tiles of rows: that alone changes the rounding of
+ * sums over rows. */
 #include <inttypes.h>
 #include <string.h>
 
 #include "train/train.h"
+
+enum { MAX_TILES = 16, MIN_TILE_ROWS = 16 };
 
 static uint64_t maximum(uint64_t a, uint64_t b) {
   return a > b ? a : b;
@@ -37,8 +40,10 @@ typedef struct search {
   eg_trainer *trainer;
   const egi_batches *batches;
   uint64_t budget, host_budget;
-  uint64_t least;      /* of the rungs that the host has room for */
-  uint32_t least_rung; /* needs `least` */
+  const egi_module *base; /* graphs[0] is differentiated, in `tiles` tiles */
+  uint32_t tiles;
+  uint64_t least; /* of what the host has room for: */
+  uint32_t least_tiles, least_rung;
 } search;
 
 typedef enum verdict { FITS, TOO_LARGE, TOO_LARGE_FOR_HOST } verdict;
@@ -70,18 +75,19 @@ static eg_status try_rung(search *s, uint32_t rung, verdict *out_verdict) {
   egi_arena arena;
   egi_trainer_memory memory = {0};
   egi_arena_init(&arena, s->trainer->ctx, EGI_PURPOSE_GRAPH);
-  eg_status status = egi_module_clone(s->trainer->machine.module, &module);
+  eg_status status = egi_module_clone(s->base, &module);
   if (status == EG_OK) status = plan_candidate(s, module, rung, &arena, &memory);
   egi_module_destroy(module);
   egi_arena_clear(&arena);
   EG_TRY(status);
   egi_log(s->trainer->ctx, EG_LOG_DEBUG,
-          "checkpoints: rung %" PRIu32 " needs %" PRIu64 " bytes, and %" PRIu64 " of the host", rung, memory.total,
-          memory.pinned);
+          "checkpoints: rung %" PRIu32 ", tiles %" PRIu32 ": %" PRIu64 " bytes, and %" PRIu64 " of the host", rung,
+          s->tiles, memory.total, memory.pinned);
   *out_verdict = memory.pinned > s->host_budget ? TOO_LARGE_FOR_HOST : memory.total > s->budget ? TOO_LARGE : FITS;
   if (*out_verdict == TOO_LARGE_FOR_HOST || memory.total >= s->least) return EG_OK;
   s->least = memory.total;
   s->least_rung = rung;
+  s->least_tiles = s->tiles;
   return EG_OK;
 }
 
@@ -142,19 +148,67 @@ static void bound_stages(eg_checkpoint mode, uint32_t *first, uint32_t *last) {
                                             : EGI_CHECKPOINT_OFFLOAD;
 }
 
-static eg_status choose(search *s, const egi_checkpoint_stages *stages, uint32_t *out_rung) {
+static eg_status choose_rung(search *s, uint32_t *out_rung, bool *out_is_done) {
+  egi_checkpoint_stages stages;
   uint32_t first, last;
-  bool is_done = false;
   bound_stages(s->trainer->options.checkpoint, &first, &last);
-  *out_rung = stages->end[first];
-  if ((s->budget == UINT64_MAX && s->host_budget == UINT64_MAX) || first == last) return EG_OK;
-  for (uint32_t stage = first; stage <= last && !is_done; stage++) {
+  if (s->tiles > 1 && first < EGI_CHECKPOINT_WHOLE) first = EGI_CHECKPOINT_WHOLE;
+  EG_TRY(egi_checkpoint_stages_find(s->base->graphs[0], &stages));
+  if (s->least == UINT64_MAX) s->least_rung = stages.end[first];
+  *out_rung = stages.end[first];
+  *out_is_done = s->budget == UINT64_MAX && s->host_budget == UINT64_MAX;
+  for (uint32_t stage = first; stage <= last && !*out_is_done; stage++) {
     bool is_first = stage == first;
-    uint32_t below = is_first ? 0 : stages->end[stage - 1];
-    if (!is_first && stages->end[stage] == below) continue;
-    EG_TRY(search_stage(s, below, stages->end[stage], is_first, out_rung, &is_done));
+    uint32_t below = is_first ? 0 : stages.end[stage - 1];
+    if (!is_first && stages.end[stage] == below) continue;
+    EG_TRY(search_stage(s, below, stages.end[stage], is_first, out_rung, out_is_done));
   }
-  if (!is_done) *out_rung = s->least_rung; /* the check of the budget says how much that is */
+  return EG_OK;
+}
+
+/* ---- tiles ------------------------------------------------------------------------------------------------------ */
+
+/* graphs[0] becomes the training graph with wide layers in tiles, made of the graph for evaluation, which is not
+ * differentiated. */
+static eg_status tile_graph(egi_module *module, uint32_t tiles) {
+  egi_graph *graph = NULL;
+  EG_TRY(egi_module_copy_graph(module, egi_module_find_graph(module, EGI_GRAPH_EVALUATE), "train", &graph));
+  EG_TRY(egi_differentiate(graph, tiles));
+  module->graphs[module->n_graphs - 1] = module->graphs[0];
+  module->graphs[0] = graph;
+  return EG_OK;
+}
+
+static eg_status try_tiles(search *s, uint32_t *out_rung, bool *out_is_done) {
+  egi_module *module = NULL;
+  EG_TRY(egi_module_clone(s->trainer->machine.module, &module));
+  eg_status status = tile_graph(module, s->tiles);
+  s->base = module;
+  if (status == EG_OK) status = choose_rung(s, out_rung, out_is_done);
+  s->base = s->trainer->machine.module;
+  egi_module_destroy(module);
+  return status;
+}
+
+/* As many as leave each a number of rows that products are efficient with. */
+static uint32_t most_tiles(const search *s) {
+  uint32_t most = MAX_TILES;
+  for (size_t i = 0; i < s->batches->n_buckets; i++) {
+    uint32_t tiles = s->batches->buckets[i].sequence / MIN_TILE_ROWS;
+    if (tiles < most) most = tiles;
+  }
+  return s->trainer->options.checkpoint == EG_CHECKPOINT_OFF ? 1 : most;
+}
+
+static eg_status choose(search *s, uint32_t *out_tiles, uint32_t *out_rung) {
+  bool is_done = false;
+  for (uint32_t most = most_tiles(s); s->tiles <= most || s->tiles == 1; s->tiles *= 2) {
+    EG_TRY(s->tiles == 1 ? choose_rung(s, out_rung, &is_done) : try_tiles(s, out_rung, &is_done));
+    *out_tiles = s->tiles;
+    if (is_done) return EG_OK;
+  }
+  *out_tiles = s->least_tiles; /* the check of the budget says how much that is */
+  *out_rung = s->least_rung;
   return EG_OK;
 }
 
@@ -169,12 +223,14 @@ static uint64_t host_budget(const eg_trainer *trainer, uint64_t available) {
 }
 
 eg_status egi_trainer_checkpoint(eg_trainer *trainer, const egi_batches *batches) {
-  search s = {.trainer = trainer, .batches = batches, .least = UINT64_MAX};
-  egi_checkpoint_stages stages;
+  egi_machine *machine = &trainer->machine;
+  search s = {.trainer = trainer, .batches = batches, .base = machine->module, .tiles = 1, .least = UINT64_MAX};
   uint64_t available = egi_memory_available();
+  s.least_tiles = 1;
   s.budget = trainer->options.memory_budget != 0 ? trainer->options.memory_budget : available;
   s.host_budget = host_budget(trainer, available);
-  EG_TRY(egi_checkpoint_stages_find(trainer->machine.graph, &stages));
-  EG_TRY(choose(&s, &stages, &trainer->rung));
-  return apply(trainer, trainer->machine.graph, trainer->rung);
+  EG_TRY(choose(&s, &trainer->tiles, &trainer->rung));
+  if (trainer->tiles > 1) EG_TRY(tile_graph(machine->module, trainer->tiles));
+  machine->graph = machine->module->graphs[0];
+  return apply(trainer, machine->graph, trainer->rung);
 }

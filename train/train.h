@@ -272,7 +272,7 @@ struct eg_trainer {
   size_t n_batches, next_batch;
   egi_batch_limits limits;
   egi_lanes lanes;
-  uint32_t rung; /* of buffer_checkpoints' ladder */
+  uint32_t tiles, rung; /* tiles of wide layers' rows, or 1; rung of buffer_checkpoints' ladder */
   egi_plan *optimizer_plan;
   egi_session *optimizer_session;
   uint64_t n_steps, step; /* asked for, done */
@@ -309,6 +309,9 @@ typedef struct egi_batches {
   egi_bucket *buckets;
   size_t n_buckets;
 } egi_batches;
+#define EGI_GRAPH_EVALUATE "evaluate"
+/* A graph with loss and adapters becomes a training graph; its wide layers in tiles of rows (below 2: whole). */
+eg_status egi_differentiate(egi_graph *graph, uint32_t tiles);
 /* checkpoints.c: the training graph as far up buffer_checkpoints' ladder as the budget asks for, or to where it needs
  * least. Before lanes are planned. */
 eg_status egi_trainer_checkpoint(eg_trainer *trainer, const egi_batches *batches);

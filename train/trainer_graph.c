@@ -147,9 +147,15 @@ static eg_status pack_graph(eg_trainer *trainer) {
   return EG_OK;
 }
 
+eg_status egi_differentiate(egi_graph *graph, uint32_t tiles) {
+  static const char *const names[] = {"tile_rows", "differentiate", "eliminate_common", "eliminate_dead"};
+  const egi_checkpoint_options checkpoints = {.tiles = tiles};
+  const egi_pipeline_options options = {.checkpoints = &checkpoints};
+  return egi_passes_run(graph, names, EGI_COUNT(names), &options, NULL);
+}
+
 eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
   static const char *const adapt_passes[] = {"append_loss", "graft_adapters", "eliminate_dead"};
-  static const char *const differentiate_passes[] = {"differentiate", "eliminate_common", "eliminate_dead"};
   egi_machine *machine = &trainer->machine;
   if (egi_graph_find_value(machine->graph, EGI_INPUT_LABELS) != 0)
     return egi_fail(trainer->ctx, EG_ERROR_ARGUMENT,
@@ -168,7 +174,7 @@ eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
   EG_TRY(egi_run_passes(machine->graph, adapt_passes, EGI_COUNT(adapt_passes), &adapt));
   EG_TRY(egi_machine_specialise(machine, &adapt, trainer->options.no_fuse != 0));
   EG_TRY(list_parameters(trainer));
-  EG_TRY(egi_module_copy_graph(machine->module, machine->graph, "evaluate", &trainer->evaluation));
-  EG_TRY(egi_run_passes(machine->graph, differentiate_passes, EGI_COUNT(differentiate_passes), &adapt));
+  EG_TRY(egi_module_copy_graph(machine->module, machine->graph, EGI_GRAPH_EVALUATE, &trainer->evaluation));
+  EG_TRY(egi_differentiate(machine->graph, 1));
   return build_optimizer(trainer);
 }

@@ -15,7 +15,7 @@
   "[\"/layers." i "/down/MatMul\"] d" i " = MatMul (t" i ", v) [\"/layers." i "/Add\"] " y " = Add (" x ", d" i ")\n"
 #define WEIGHTS                                                                                              \
   "<float[5,2] t = {1,2,3,4,5,6,7,8,9,0}, float[2] s = {1,2}, float[2,3] w = {1,2,3,4,5,6}, float[3,2] v = " \
-  "{6,5,4,3,2,1}, float[2,5] h = {0,9,8,7,6,5,4,3,2,1}>"
+  "{6,5,4,3,2,1}, float[2,5] h = {0,9,8,7,6,5,4,3,2,1}, int64 one = {1}>"
 static const char *const model =
     "(int64[batch,sequence] input_ids) => (float[batch,sequence,5] logits)\n"
     "" WEIGHTS "\n"
@@ -156,6 +156,33 @@ static void inputs_wait_on_the_host(void **state) {
   }
 }
 
+/* A block of products and norms on two pieces of its rows; one with attention, or without wide rows, stays. */
+static void wide_blocks_become_tiles(void **state) {
+  pass_fixture *fixture = *state;
+  static const char *const names[] = {"tile_rows"};
+  const egi_checkpoint_options checkpoints = {.tiles = 2};
+  const egi_pipeline_options options = {.checkpoints = &checkpoints};
+  pass_graph(fixture, "(int64[batch,sequence] input_ids) => (float[batch,sequence,5] logits)\n" WEIGHTS "\n"
+                      "{ x0 = Gather (t, input_ids)\n" BLOCK("x0", "x1", "0") "logits = MatMul (x1, h) }");
+  pass_run(fixture, "append_loss", NULL);
+  assert_int_equal(egi_passes_run(fixture->graph, names, 1, &options, NULL), EG_OK);
+  pass_run(fixture, "eliminate_dead", NULL);
+  pass_expect(fixture,
+              "%1 = Gather(t, input_ids)\n%2, %3 = Split<axis=1><num_outputs=2>(%1)\n"
+              "%4 = RMSNormalization(%2, s)\n%5 = MatMul(%4, w)\n%6 = Tanh(%5)\n%7 = MatMul(%6, v)\n%8 = Add(%2, %7)\n"
+              "%9 = RMSNormalization(%3, s)\n%10 = MatMul(%9, w)\n%11 = Tanh(%10)\n%12 = MatMul(%11, v)\n"
+              "%13 = Add(%3, %12)\n%14 = Concat<axis=1>(%8, %13)\n"
+              "%15, %16 = LinearLogProbability(%14, h, engraft.labels)\n%17 = ReduceSum<keepdims=0>(%15)\n"
+              "%18 = Neg(%17)\n-> engraft.logp=%15\n-> engraft.loss=%18\n");
+  pass_graph(fixture, "(int64[batch,sequence] input_ids) => (float[batch,sequence,5] logits)\n" WEIGHTS "\n"
+                      "{ x0 = Gather (t, input_ids) u = MatMul (x0, w) c = CumSum (u, one) d = MatMul (c, v)\n"
+                      "  x1 = Add (x0, d) logits = MatMul (x1, h) }");
+  pass_run(fixture, "append_loss", NULL);
+  egi_pass_report report;
+  assert_int_equal(egi_passes_run(fixture->graph, names, 1, &options, &report), EG_OK);
+  assert_int_equal(report.n_matched, 0);
+}
+
 /* Once made, neither the passes that clean up nor a second run change it. */
 static void nothing_undoes_it(void **state) {
   pass_fixture *fixture = *state;
@@ -211,6 +238,7 @@ int main(void) {
                                      TEST(norms_and_activations_are_made_again_first),
                                      TEST(whole_blocks_are_made_again_from_their_inputs),
                                      TEST(inputs_wait_on_the_host),
+                                     TEST(wide_blocks_become_tiles),
                                      TEST(nothing_undoes_it),
                                      TEST(a_graph_without_a_loss_is_refused),
                                      TEST(a_way_past_joins_blocks)};
