@@ -94,7 +94,7 @@ static eg_status choose_adapters(rewrite *r, const char *pass) {
   const eg_trainer_options *o = &r->training;
   egi_adapters adapters;
   if (r->has_adapters || o->full || strcmp(pass, "graft_adapters") != 0) return EG_OK;
-  EG_TRY(egi_adapters_choose(r->module->graphs[0], o->targets, o->rank, o->alpha, &r->arena, &adapters));
+  EG_TRY(egi_adapters_choose(r->module->graphs[0], o, &r->arena, &adapters));
   r->adapt.adapters = adapters.targets;
   r->adapt.n_adapters = adapters.count;
   r->has_adapters = true;

@@ -81,6 +81,12 @@ char *egi_arena_copy_text(egi_arena *arena, const char *text, size_t length);
 char *egi_arena_format(egi_arena *arena, const char *format, ...) EGI_PRINTF(2, 3);
 #define EGI_NEW(arena, type, count) ((type *)egi_arena_get((arena), (count), sizeof(type)))
 
+/* A regular expression that must match a whole text. It lives as long as the arena, which must stay where it is.
+ * EG_ERROR_ARGUMENT says what is wrong with it. */
+typedef struct egi_pattern egi_pattern;
+eg_status egi_pattern_compile(egi_arena *arena, const char *text, egi_pattern **out_pattern);
+bool egi_pattern_matches(const egi_pattern *pattern, const char *text);
+
 /* Growing array inside an arena: makes room for one more element (old room is left to the arena; sizes double).
  * `*data` and `*capacity` are updated; new elements are zero. */
 eg_status egi_arena_grow(egi_arena *arena, void **data, size_t element_bytes, uint32_t count, uint32_t *capacity);

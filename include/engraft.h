@@ -343,9 +343,10 @@ struct eg_trainer_options {
   eg_dtype dtype;           /* of activations; EG_DTYPE_F32 */
   int full;                 /* 1: train all weights instead of adapters */
   uint32_t rank;            /* of new adapters */
-  double alpha;             /* scale = alpha / rank */
+  double alpha;             /* scale = alpha / rank, or alpha / sqrt(rank) with rslora */
   const char *targets;      /* "all-linear" (each linear layer but the output head), or names separated by commas, each
-                               matched as PEFT does: the whole module path or its end after a dot */
+                               matched as PEFT does: the whole module path or its end after a dot; or a regular expression
+                               (a text with one of \\ ^ $ * + ? ( ) [ ] { } |) that a whole path matches */
   const char *init_adapter; /* PEFT folder to go on from: gives rank, alpha and targets; NULL: new adapters */
   eg_lora_init init;
   double learning_rate;
@@ -370,12 +371,18 @@ struct eg_trainer_options {
   eg_loss loss;
   eg_pooling pooling;      /* of RANKING and COSINE */
   double similarity_scale; /* of RANKING: cosines are multiplied by it */
+  int rslora;
+  const char *exclude;      /* modules without an adapter, as targets; NULL: none */
+  const char *rank_pattern; /* "NAME=NUMBER,…": ranks of modules whose path, or its end after a dot, NAME matches as a
+                               regular expression; the first that matches counts; NULL: none */
+  const char *alpha_pattern; /* the same for alpha */
+  double lora_plus;          /* LoRA+: the learning rate of B is that many times A's */
 };
-#define EG_TRAINER_OPTIONS_INIT                                                                                   \
-  {                                                                                                               \
-    sizeof(eg_trainer_options), "cpu", EG_DTYPE_F32, 0, 16, 16.0, "all-linear", NULL, EG_LORA_INIT_DEFAULT, 2e-4, \
-        EG_SCHEDULE_CONSTANT, 0.0, 0.0, 0.9, 0.999, 1e-8, 1.0, 2048, 1, 0, 1.0, 0, 0, 0, EG_PACKING_AUTO,         \
-        EG_PACKING_CACHE_ON, EG_CHECKPOINT_AUTO, 0, 0, EG_LOSS_AUTO, EG_POOLING_AUTO, 20.0                        \
+#define EG_TRAINER_OPTIONS_INIT                                                                                      \
+  {                                                                                                                  \
+    sizeof(eg_trainer_options), "cpu", EG_DTYPE_F32, 0, 16, 16.0, "all-linear", NULL, EG_LORA_INIT_DEFAULT, 2e-4,    \
+        EG_SCHEDULE_CONSTANT, 0.0, 0.0, 0.9, 0.999, 1e-8, 1.0, 2048, 1, 0, 1.0, 0, 0, 0, EG_PACKING_AUTO,            \
+        EG_PACKING_CACHE_ON, EG_CHECKPOINT_AUTO, 0, 0, EG_LOSS_AUTO, EG_POOLING_AUTO, 20.0, 0, NULL, NULL, NULL, 1.0 \
   }
 
 /* What a step did. */

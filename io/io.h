@@ -50,11 +50,15 @@ eg_status egi_safetensors_write(eg_context *ctx, const char *path, const egi_saf
 
 /* ---- PEFT ----------------------------------------------------------------------------------------------------- */
 
-/* One entry of rank_pattern or alpha_pattern: modules whose path is `key` or ends in it after a dot. */
+/* One entry of rank_pattern or alpha_pattern: modules whose path, or its end after a dot, the regular expression `key`
+ * matches. */
 typedef struct egi_peft_pattern {
   const char *key;
   double value;
+  egi_pattern *expression;
 } egi_peft_pattern;
+/* Makes `expression` of `key`. */
+eg_status egi_peft_pattern_compile(egi_arena *arena, egi_peft_pattern *pattern);
 
 /* What adapter_config.json says, as far as engraft can honour it; anything it cannot (DoRA, bias …) is an error that
  * names the key. */
@@ -69,7 +73,7 @@ typedef struct egi_peft_config {
   const egi_peft_pattern *ranks, *alphas;
   size_t n_ranks, n_alphas;
 } egi_peft_config;
-/* Moves strings and patterns into another arena. */
+/* Moves strings and patterns into another arena, which must stay where it is. */
 eg_status egi_peft_config_copy(egi_arena *arena, egi_peft_config *config);
 /* Rank and scale (alpha / rank, or alpha / sqrt(rank) with rsLoRA) of one module. */
 uint32_t egi_peft_rank(const egi_peft_config *config, const char *path);

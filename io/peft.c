@@ -157,7 +157,20 @@ static eg_status read_targets(const egi_json *json, egi_arena *arena, egi_peft_c
   return join_names(json, targets, arena, &config->targets);
 }
 
-/* PEFT takes the keys as regular expressions; only plain module names (a dot stands for itself) are modelled. */
+/* PEFT's rule (peft/utils/other.py, get_pattern_key). */
+eg_status egi_peft_pattern_compile(egi_arena *arena, egi_peft_pattern *pattern) {
+  const char *text = egi_arena_format(arena, "(.*\\.)?(%s)", pattern->key);
+  return text != NULL ? egi_pattern_compile(arena, text, &pattern->expression) : EG_ERROR_MEMORY;
+}
+
+static eg_status compile_key(const egi_json *json, const char *key, egi_arena *arena, egi_peft_pattern *pattern) {
+  eg_status status = egi_peft_pattern_compile(arena, pattern);
+  if (status != EG_ERROR_ARGUMENT) return status;
+  const char *reason = egi_arena_format(arena, "%s", eg_context_error(json->ctx));
+  if (reason == NULL) return EG_ERROR_MEMORY;
+  return egi_fail(json->ctx, EG_ERROR_FORMAT, "%s: \"%s\": %s", json->what, key, reason);
+}
+
 static eg_status read_patterns(const egi_json *json, const char *key, egi_arena *arena,
                                const egi_peft_pattern **out_patterns, size_t *out_count) {
   json_t *object = json_object_get(json->object, key);
@@ -170,15 +183,13 @@ static eg_status read_patterns(const egi_json *json, const char *key, egi_arena 
   size_t count = 0;
   if (patterns == NULL) return EG_ERROR_MEMORY;
   json_object_foreach(object, name, value) {
-    if (name[0] == '\0' || strpbrk(name, "\\^$*+?()[]{}|") != NULL)
-      return egi_fail(json->ctx, EG_ERROR_UNSUPPORTED,
-                      "%s: \"%s\" has the regular expression \"%s\"; only names are supported", json->what, key, name);
     if (!json_is_number(value) || !(json_number_value(value) > 0.0) || !(json_number_value(value) <= 1e6))
       return egi_fail(json->ctx, EG_ERROR_FORMAT, "%s: \"%s\" of \"%s\" is not a positive number", json->what, key,
                       name);
     patterns[count].key = egi_arena_copy_text(arena, name, strlen(name));
     patterns[count].value = json_number_value(value);
-    if (patterns[count++].key == NULL) return EG_ERROR_MEMORY;
+    if (patterns[count].key == NULL) return EG_ERROR_MEMORY;
+    EG_TRY(compile_key(json, key, arena, &patterns[count++]));
   }
   *out_patterns = patterns;
   *out_count = count;
@@ -247,12 +258,10 @@ void egi_peft_close(egi_peft *peft) {
   egi_arena_clear(&arena);
 }
 
+/* The first that matches. */
 static const egi_peft_pattern *find_pattern(const egi_peft_pattern *patterns, size_t count, const char *path) {
-  for (size_t i = 0; i < count; i++) {
-    size_t length = strlen(path), key_length = strlen(patterns[i].key);
-    if (!egi_has_suffix(path, patterns[i].key)) continue;
-    if (length == key_length || path[length - key_length - 1] == '.') return &patterns[i];
-  }
+  for (size_t i = 0; i < count; i++)
+    if (egi_pattern_matches(patterns[i].expression, path)) return &patterns[i];
   return NULL;
 }
 
@@ -280,6 +289,7 @@ static eg_status copy_patterns(egi_arena *arena, const egi_peft_pattern **patter
   for (size_t i = 0; i < count; i++) {
     copy[i] = (*patterns)[i];
     EG_TRY(copy_string(arena, &copy[i].key));
+    EG_TRY(egi_peft_pattern_compile(arena, &copy[i]));
   }
   *patterns = copy;
   return EG_OK;

@@ -129,15 +129,19 @@ static bool matches_one(const char *path, const char *target, size_t length) {
   return length == n_path || path[n_path - length - 1] == '.';
 }
 
-bool egi_target_matches(const egi_linear *linear, const char *targets) {
-  if (strcmp(targets, "all-linear") == 0) return !linear->is_head && !linear->is_router;
-  for (const char *at = targets; *at;) {
+bool egi_path_is_named(const char *path, const char *names) {
+  for (const char *at = names; *at;) {
     size_t length = strcspn(at, ",");
     const char *next = at + length;
     while (length > 0 && (at[0] == ' ' || at[0] == '\t')) at++, length--;
     while (length > 0 && (at[length - 1] == ' ' || at[length - 1] == '\t')) length--;
-    if (matches_one(linear->path, at, length)) return true;
+    if (matches_one(path, at, length)) return true;
     at = *next ? next + 1 : next;
   }
   return false;
+}
+
+bool egi_target_matches(const egi_linear *linear, const char *targets) {
+  if (strcmp(targets, "all-linear") == 0) return !linear->is_head && !linear->is_router;
+  return egi_path_is_named(linear->path, targets);
 }

@@ -155,6 +155,8 @@ eg_status egi_find_parts(const egi_graph *graph, egi_arena *arena, egi_uses *use
 /* PEFT's rule: `target` equals the path or is its end after a dot; "all-linear": every linear but the head and routers.
  */
 bool egi_target_matches(const egi_linear *linear, const char *targets);
+/* Names separated by commas, each the path or its end after a dot. */
+bool egi_path_is_named(const char *path, const char *names);
 
 /* One operand of a node that takes a parameter, through casts, transposes and reshapes of the weight. */
 typedef struct egi_parameter_use {

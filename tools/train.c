@@ -20,6 +20,10 @@ static eg_status check_conflicts(tool *t, const eg_trainer_options *options) {
   if (tool_is_given(t, OPTION_TARGETS) && (config.targets == NULL || strcmp(config.targets, options->targets) != 0))
     wrong = "--targets";
   if (tool_is_given(t, OPTION_INIT)) wrong = "--init";
+  if (tool_is_given(t, OPTION_RSLORA) && !config.use_rslora) wrong = "--rslora";
+  if (tool_is_given(t, OPTION_EXCLUDE)) wrong = "--exclude";
+  if (tool_is_given(t, OPTION_RANK_PATTERN)) wrong = "--rank-pattern";
+  if (tool_is_given(t, OPTION_ALPHA_PATTERN)) wrong = "--alpha-pattern";
   egi_peft_close(peft);
   if (wrong == NULL) return EG_OK;
   return egi_fail(t->ctx, EG_ERROR_ARGUMENT, "%s conflicts with adapter_config.json of --init-adapter %s", wrong,

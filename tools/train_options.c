@@ -79,6 +79,11 @@ eg_status training_options(tool *t, eg_trainer_options *options) {
   options->full = tool_is_given(t, OPTION_FULL);
   options->alpha = t->values[OPTION_ALPHA].number;
   options->targets = tool_text(t, OPTION_TARGETS);
+  options->exclude = tool_text(t, OPTION_EXCLUDE);
+  options->rslora = tool_is_given(t, OPTION_RSLORA);
+  options->rank_pattern = tool_text(t, OPTION_RANK_PATTERN);
+  options->alpha_pattern = tool_text(t, OPTION_ALPHA_PATTERN);
+  options->lora_plus = t->values[OPTION_LORA_PLUS].number;
   options->init_adapter = tool_text(t, OPTION_INIT_ADAPTER);
   options->init = strcmp(tool_text(t, OPTION_INIT), "gaussian") == 0 ? EG_LORA_INIT_GAUSSIAN : EG_LORA_INIT_DEFAULT;
   options->learning_rate = t->values[OPTION_LR].number;

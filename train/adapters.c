@@ -12,8 +12,22 @@ static const char *last_part(const char *path) {
   return dot != NULL ? dot + 1 : path;
 }
 
-static bool is_selected(const egi_linear *linear, const char *targets) {
-  return linear->path != NULL && egi_target_matches(linear, targets);
+/* What new adapters are for. */
+typedef struct selection {
+  bool is_all; /* every linear layer but the head and routers */
+  egi_modules targets, excluded;
+} selection;
+
+static eg_status read_selection(const eg_trainer_options *options, egi_arena *arena, selection *out_selection) {
+  out_selection->is_all = strcmp(options->targets, "all-linear") == 0;
+  EG_TRY(egi_modules_read(arena, options->targets, &out_selection->targets));
+  return egi_modules_read(arena, options->exclude, &out_selection->excluded);
+}
+
+static bool is_selected(const egi_linear *linear, const selection *selected) {
+  if (linear->path == NULL || egi_modules_match(&selected->excluded, linear->path)) return false;
+  if (selected->is_all) return !linear->is_head && !linear->is_router;
+  return egi_modules_match(&selected->targets, linear->path);
 }
 
 /* The distinct last parts of the paths, joined by commas. */
@@ -39,15 +53,23 @@ static eg_status fail_target(egi_arena *arena, const char *name, const egi_linea
   return status;
 }
 
-/* Every name of the list must select something. */
-static eg_status check_names(const egi_linear *linears, size_t n, const char *targets, egi_arena *arena) {
-  for (const char *name = targets; name != NULL;) {
+static bool names_layer(const egi_linear *linears, size_t n, const egi_modules *modules) {
+  for (size_t i = 0; i < n; i++)
+    if (egi_modules_match(modules, linears[i].path)) return true;
+  return false;
+}
+
+/* Every name of the list, or the expression, must match something. */
+static eg_status check_names(const egi_linear *linears, size_t n, const egi_modules *modules, egi_arena *arena) {
+  if (modules->names == NULL || modules->names[0] == '\0') return EG_OK;
+  if (modules->expression != NULL)
+    return names_layer(linears, n, modules) ? EG_OK : fail_target(arena, modules->names, linears, n);
+  for (const char *name = modules->names; name != NULL;) {
     const char *comma = strchr(name, ',');
-    char *copy = egi_arena_copy_text(arena, name, comma != NULL ? (size_t)(comma - name) : strlen(name));
-    bool is_used = false;
-    if (copy == NULL) return EG_ERROR_MEMORY;
-    for (size_t i = 0; i < n && !is_used; i++) is_used = is_selected(&linears[i], copy);
-    if (!is_used) return fail_target(arena, copy, linears, n);
+    const egi_modules one = {
+        .names = egi_arena_copy_text(arena, name, comma != NULL ? (size_t)(comma - name) : strlen(name))};
+    if (one.names == NULL) return EG_ERROR_MEMORY;
+    if (!names_layer(linears, n, &one)) return fail_target(arena, one.names, linears, n);
     name = comma != NULL ? comma + 1 : NULL;
   }
   return EG_OK;
@@ -91,20 +113,50 @@ static eg_status take(egi_adapters *adapters, egi_map *taken, const char *path, 
   return EG_OK;
 }
 
-eg_status egi_adapters_choose(const egi_graph *graph, const char *targets, uint32_t rank, double alpha,
-                              egi_arena *arena, egi_adapters *out_adapters) {
+static eg_status read_settings(const eg_trainer_options *options, egi_arena *arena, egi_peft_config *config) {
+  *config = (egi_peft_config){.rank = options->rank, .alpha = options->alpha, .use_rslora = options->rslora != 0};
+  EG_TRY(egi_patterns_read(arena, "rank pattern", options->rank_pattern, &config->ranks, &config->n_ranks));
+  return egi_patterns_read(arena, "alpha pattern", options->alpha_pattern, &config->alphas, &config->n_alphas);
+}
+
+/* A pattern that matches no adapter is a mistake in its name. */
+static eg_status check_patterns(const egi_adapters *adapters, const egi_peft_pattern *patterns, size_t n,
+                                eg_context *ctx) {
+  for (size_t i = 0; i < n; i++) {
+    size_t k = 0;
+    while (k < adapters->count && !egi_pattern_matches(patterns[i].expression, adapters->targets[k].path)) k++;
+    if (k == adapters->count)
+      return egi_fail(ctx, EG_ERROR_ARGUMENT, "no adapter is named \"%s\", which a pattern gives a rank or alpha",
+                      patterns[i].key);
+  }
+  return EG_OK;
+}
+
+eg_status egi_adapters_choose(const egi_graph *graph, const eg_trainer_options *options, egi_arena *arena,
+                              egi_adapters *out_adapters) {
   egi_linear *linears;
   size_t n;
   egi_map taken;
-  egi_adapters adapters = {.config = {.rank = rank, .alpha = alpha}};
+  selection selected;
+  egi_adapters adapters = {.count = 0};
+  egi_peft_config *config = &adapters.config;
+  EG_TRY(read_settings(options, arena, config));
+  EG_TRY(read_selection(options, arena, &selected));
   EG_TRY(egi_find_linears(graph, arena, &linears, &n));
-  EG_TRY(check_names(linears, n, targets, arena));
+  if (!selected.is_all) EG_TRY(check_names(linears, n, &selected.targets, arena));
+  EG_TRY(check_names(linears, n, &selected.excluded, arena));
   adapters.targets = EGI_NEW(arena, egi_adapter_target, n > 0 ? n : 1);
   if (adapters.targets == NULL) return EG_ERROR_MEMORY;
   egi_map_init(&taken, arena);
-  for (size_t i = 0; i < n; i++)
-    if (is_selected(&linears[i], targets) && !egi_map_get(&taken, linears[i].path, NULL))
-      EG_TRY(take(&adapters, &taken, linears[i].path, rank, alpha / rank));
+  for (size_t i = 0; i < n; i++) {
+    const char *path = linears[i].path;
+    if (!is_selected(&linears[i], &selected) || egi_map_get(&taken, path, NULL)) continue;
+    EG_TRY(take(&adapters, &taken, path, egi_peft_rank(config, path), egi_peft_scale(config, path)));
+  }
+  if (adapters.count == 0 && n > 0)
+    return egi_fail(arena->ctx, EG_ERROR_ARGUMENT, "every linear layer that is named is excluded");
+  EG_TRY(check_patterns(&adapters, config->ranks, config->n_ranks, arena->ctx));
+  EG_TRY(check_patterns(&adapters, config->alphas, config->n_alphas, arena->ctx));
   EG_TRY(spell_targets(linears, n, &taken, arena, &adapters));
   *out_adapters = adapters;
   return EG_OK;

@@ -49,7 +49,14 @@ static uint64_t hash_model(const egi_module *module) {
 static uint64_t hash_data(const egi_documents *documents) {
   uint64_t hash = egi_hash(documents->offsets, (documents->n_documents + 1) * sizeof *documents->offsets, 0);
   hash = egi_hash(documents->tokens, (size_t)documents->n_tokens * sizeof *documents->tokens, hash);
-  return egi_hash(documents->labels, (size_t)documents->n_tokens * sizeof *documents->labels, hash);
+  hash = egi_hash(documents->labels, (size_t)documents->n_tokens * sizeof *documents->labels, hash);
+  size_t n_numbers = documents->n_documents * documents->n_numbers;
+  if (n_numbers > 0) hash = egi_hash(documents->numbers, n_numbers * sizeof *documents->numbers, hash);
+  if (documents->token_types != NULL)
+    hash = egi_hash(documents->token_types, (size_t)documents->n_tokens * sizeof *documents->token_types, hash);
+  if (documents->is_first != NULL)
+    hash = egi_hash(documents->is_first, documents->n_documents * sizeof *documents->is_first, hash);
+  return hash;
 }
 
 static uint64_t hash_adapters(const egi_adapters *adapters) {
@@ -76,6 +83,8 @@ static void add_settings(const eg_trainer *trainer, egi_text *text) {
                   o->warmup);
   egi_text_format(text, "weight_decay=%.17g\nbeta1=%.17g\nbeta2=%.17g\nepsilon=%.17g\nclip=%.17g\n", o->weight_decay,
                   o->beta1, o->beta2, o->epsilon, o->clip);
+  egi_text_format(text, "loss=%d\npooling=%d\nsimilarity_scale=%.17g\nlora_plus=%.17g\n", (int)trainer->objective.loss,
+                  (int)o->pooling, o->similarity_scale, o->lora_plus);
 }
 
 /* ---- saving ---- */

@@ -214,15 +214,28 @@ int64_t egi_positions_count(const egi_graph *graph, const egi_inputs *inputs);
 
 /* ---- adapters and parameters ---------------------------------------------------------------------------------- */
 
+/* selection.c: names separated by commas, each a path or its end after a dot, or one regular expression for a whole
+ * path: a text that has one of its signs. */
+typedef struct egi_modules {
+  const char *names; /* NULL: no module */
+  egi_pattern *expression;
+} egi_modules;
+bool egi_is_expression(const char *text);
+eg_status egi_modules_read(egi_arena *arena, const char *text, egi_modules *out_modules);
+bool egi_modules_match(const egi_modules *modules, const char *path);
+/* "NAME=NUMBER,…" of an option, NAME as in PEFT's rank_pattern. */
+eg_status egi_patterns_read(egi_arena *arena, const char *option, const char *text,
+                            const egi_peft_pattern **out_patterns, size_t *out_count);
+
 /* Adapters to graft, and the PEFT settings that describe them. */
 typedef struct egi_adapters {
   egi_adapter_target *targets;
   size_t count;
   egi_peft_config config;
 } egi_adapters;
-/* New ones on the linear layers of `graph` that `targets` names; a name that matches nothing is an error. */
-eg_status egi_adapters_choose(const egi_graph *graph, const char *targets, uint32_t rank, double alpha,
-                              egi_arena *arena, egi_adapters *out_adapters);
+/* New ones on the linear layers of `graph` that the options name; a name that matches nothing is an error. */
+eg_status egi_adapters_choose(const egi_graph *graph, const eg_trainer_options *options, egi_arena *arena,
+                              egi_adapters *out_adapters);
 /* Those of a PEFT folder. Missing, extra and misshapen tensors are named together in one EG_ERROR_DATA. */
 eg_status egi_adapters_from_peft(const egi_graph *graph, const egi_peft *peft, egi_arena *arena,
                                  egi_adapters *out_adapters);

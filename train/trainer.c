@@ -15,6 +15,7 @@ static eg_status check_options(eg_context *ctx, const eg_trainer_options *o) {
   if (!o->full && o->init_adapter == NULL && (o->rank < 1 || o->rank > 65536)) wrong = "rank";
   if (!o->full && o->init_adapter == NULL && !is_within(o->alpha, 1e-6, 1e6)) wrong = "alpha";
   if (!o->full && o->init_adapter == NULL && (o->targets == NULL || o->targets[0] == '\0')) wrong = "targets";
+  if (!is_within(o->lora_plus, 1e-6, 1e6)) wrong = "lora_plus";
   if (o->init != EG_LORA_INIT_DEFAULT && o->init != EG_LORA_INIT_GAUSSIAN) wrong = "init";
   if (!is_within(o->learning_rate, 0.0, 1e6)) wrong = "learning_rate";
   if (o->schedule < EG_SCHEDULE_CONSTANT || o->schedule > EG_SCHEDULE_WSD) wrong = "schedule";
@@ -50,6 +51,9 @@ static eg_status copy_options(eg_trainer *trainer, const eg_trainer_options *opt
   trainer->options = *options;
   EG_TRY(copy_string(&trainer->arena, &trainer->options.device));
   EG_TRY(copy_string(&trainer->arena, &trainer->options.targets));
+  EG_TRY(copy_string(&trainer->arena, &trainer->options.exclude));
+  EG_TRY(copy_string(&trainer->arena, &trainer->options.rank_pattern));
+  EG_TRY(copy_string(&trainer->arena, &trainer->options.alpha_pattern));
   return copy_string(&trainer->arena, &trainer->options.init_adapter);
 }
 

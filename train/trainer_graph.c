@@ -8,8 +8,7 @@ static eg_status choose_adapters(eg_trainer *trainer, const egi_peft *peft) {
   const eg_trainer_options *options = &trainer->options;
   if (options->full) return EG_OK;
   if (peft != NULL) return egi_adapters_from_peft(trainer->machine.graph, peft, &trainer->arena, &trainer->adapters);
-  return egi_adapters_choose(trainer->machine.graph, options->targets, options->rank, options->alpha, &trainer->arena,
-                             &trainer->adapters);
+  return egi_adapters_choose(trainer->machine.graph, options, &trainer->arena, &trainer->adapters);
 }
 
 /* Before documents share rows and the loss is appended. */
@@ -24,7 +23,7 @@ static eg_status choose_objective(eg_trainer *trainer) {
   EG_TRY(egi_objective_choose(trainer->machine.graph, &inputs, documents, &trainer->objective));
   EG_TRY(egi_vocabulary_find(trainer->machine.graph, &inputs, trainer->objective.loss, &trainer->vocabulary));
   if (trainer->dataset == NULL) return EG_OK;
-  return egi_vocabulary_check(trainer->ctx, &trainer->vocabulary, documents);
+  return trainer->dataset != NULL ? egi_vocabulary_check(trainer->ctx, &trainer->vocabulary, documents) : EG_OK;
 }
 
 /* Parameters in order, the parts of fused ones one by one. */
@@ -70,7 +69,11 @@ static eg_status add_pool(egi_graph *graph, egi_state_pool pool, egi_value_id *o
   return egi_graph_add_state(graph, state, out_value);
 }
 
-/* Segments of equal decay. */
+static bool is_equal(float a, float b) {
+  return !(a < b) && !(a > b);
+}
+
+/* Segments of equal decay and rate: with LoRA+ (Hayou et al., 2024) B learns faster. */
 static eg_status make_segments(const eg_trainer *trainer, egi_attribute attributes[3]) {
   egi_arena *arena = &trainer->machine.module->arena;
   int64_t *starts = EGI_NEW(arena, int64_t, trainer->n_parameters);
@@ -81,10 +84,11 @@ static eg_status make_segments(const eg_trainer *trainer, egi_attribute attribut
   for (size_t i = 0; i < trainer->n_parameters; i++) {
     const egi_state *state = &trainer->machine.module->states[trainer->parameters[i]];
     float decay = state->has_decay ? 1.0f : 0.0f;
-    if (n > 0 && !(decays[n - 1] < decay) && !(decays[n - 1] > decay)) continue;
+    float rate = egi_has_suffix(state->name, ".lora_B.weight") ? (float)trainer->options.lora_plus : 1.0f;
+    if (n > 0 && is_equal(decays[n - 1], decay) && is_equal(rates[n - 1], rate)) continue;
     starts[n] = n > 0 ? (int64_t)state->offset : 0;
     decays[n] = decay;
-    rates[n++] = 1.0f;
+    rates[n++] = rate;
   }
   attributes[0] = egi_attribute_ints("starts", starts, n);
   attributes[1] = (egi_attribute){.name = "decays", .kind = EGI_ATTRIBUTE_FLOATS, .count = n, .u.floats = decays};

@@ -187,7 +187,7 @@ static void test_portable(void **state) {
   api_path(fixture, path, sizeof path, "portable");
   /* rsLoRA and a rank and scale of its own for one module: what few readers know */
   api_must(fixture->ctx, egi_peft_open(fixture->ctx, t.adapter, &peft));
-  const egi_peft_pattern alphas[] = {{"model.layers.1.mlp.down_proj", 2.5}};
+  const egi_peft_pattern alphas[] = {{"model.layers.1.mlp.down_proj", 2.5, NULL}};
   egi_peft_config config = peft->config;
   config.use_rslora = true;
   config.alphas = alphas;

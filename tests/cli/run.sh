@@ -78,12 +78,14 @@ bad 2 'rank' train model.onnx --data data.jsonl --out run --config settings.json
 # ---- options of other versions: named, never ignored ----
 for option in '--quant nf4' '--device cuda' '--dtype bf16' \
   '--optimizer adamw8bit' '--loss dpo' '--lora-dropout 0.1' '--neftune 5' '--init pissa' '--qat int4' '--plan p.json' \
-  '--moe-dispatch loop' '--exclude x' '--target-parameters a.b' \
-  '--lora-plus 16' '--quant-block 128' '--double-quant off'; do
+  '--moe-dispatch loop' '--target-parameters a.b' '--quant-block 128' '--double-quant off'; do
   # shellcheck disable=SC2086 # option and value
   bad 1 "$option is not in this version" train model.onnx --data data.jsonl --out run $option
 done
-bad 1 '--rslora is not in this version' train model.onnx --data data.jsonl --out run --rslora
+bad 1 'no linear layer is named "x"' train model.onnx --data data.jsonl --out run --exclude x
+bad 1 'the regular expression "(q"' train model.onnx --data data.jsonl --out run --targets '(q'
+bad 1 'rank pattern: "q_proj" is not NAME=NUMBER' train model.onnx --data data.jsonl --out run --rank-pattern q_proj
+bad 1 'no adapter is named "lm_head"' train model.onnx --data data.jsonl --out run --alpha-pattern lm_head=3
 bad 1 'plan' plan model.onnx
 bad 1 '--format gguf' export model.onnx --adapter run --format gguf -o other
 bad 2 '--weights and --random-weights' new --config config.json --weights . --random-weights 1 -o other.onnx

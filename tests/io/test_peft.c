@@ -88,7 +88,7 @@ static const bad_config bad_configs[] = {
     {"{\"peft_type\":\"LORA\",\"target_parameters\":[\"mlp.experts.down_proj\"]}", "target_parameters"},
     {"{\"peft_type\":\"LORA\",\"layer_replication\":[[0,2]]}", "layer_replication"},
     {"{\"peft_type\":\"LORA\",\"init_lora_weights\":\"pissa\"}", "pissa"},
-    {"{\"peft_type\":\"LORA\",\"rank_pattern\":{\"^q.*\":2}}", "rank_pattern"},
+    {"{\"peft_type\":\"LORA\",\"rank_pattern\":{\"(q.*\":2}}", "rank_pattern"},
     {"{\"peft_type\":\"LORA\",\"alpha_pattern\":{\"q\":\"x\"}}", "alpha_pattern"},
     {"{\"peft_type\":\"LORA\",\"rank_pattern\":[1]}", "rank_pattern"},
     {"{\"peft_type\":\"LORA\",\"r\":0}", "\"r\""},
@@ -127,7 +127,7 @@ static void test_missing_files(void **state) {
 static void test_write(void **state) {
   io_fixture *fixture = *state;
   static const float a[2] = {1, 2};
-  static const egi_peft_pattern ranks[] = {{"x.q_proj", 3}};
+  static const egi_peft_pattern ranks[] = {{"x.q_proj", 3, NULL}};
   egi_safetensor tensor = {.name = "base_model.model.m.lora_A.weight",
                            .dtype = EG_DTYPE_F32,
                            .rank = 2,
