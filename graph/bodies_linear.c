@@ -1,5 +1,6 @@
 /* Bodies of Linear: the stored weight as a float matrix [out, in] by plain operators, then a product with its
  * transpose. Codes are taken out of their bytes by shifts and masks. */
+#include "base/blockwise.h"
 #include "graph/bodies.h"
 #include "graph/linear.h"
 
@@ -71,6 +72,26 @@ static void add_nbits_weight(egi_body *body, unsigned scales) {
   egi_text_add(body->text, "centred = Sub (codes, middle)\nw = Mul (centred, factor)\n");
 }
 
+/* factor_blocks = the scales of flat blocks: as they are, or levels[codes] · scales of scales + offset. */
+static void add_flat_scales(egi_body *body, int64_t n_blocks) {
+  if (!egi_body_has(body, EGI_LINEAR_NESTED)) {
+    egi_text_add(body->text, "scale_row = Reshape (scales, last)\nfactor_blocks = Cast <to = 1> (scale_row)\n");
+    return;
+  }
+  const int64_t parts[3] = {1, EGI_NESTED_HEADER - 1, (n_blocks + EGI_NESTED_BLOCK - 1) / EGI_NESTED_BLOCK};
+  egi_body_integers(body, "nested_parts", parts, 3);
+  egi_body_integer(body, "n_blocks", n_blocks);
+  egi_body_integer(body, "nested_block", EGI_NESTED_BLOCK);
+  egi_text_add(body->text,
+               "nested_row = Reshape (nested, last)\n"
+               "nested_offset, nested_levels, nested_scales = Split <axis = 0> (nested_row, nested_parts)\n"
+               "scale_row = Reshape (scales, last)\nscale_codes = Cast <to = 7> (scale_row)\n"
+               "scale_level = Gather (nested_levels, scale_codes)\n"
+               "scale_indices = Range (zero, n_blocks, one)\nscale_groups = Div (scale_indices, nested_block)\n"
+               "scale_factor = Gather (nested_scales, scale_groups)\nscale_centred = Mul (scale_level, scale_factor)\n"
+               "factor_blocks = Add (scale_centred, nested_offset)\n");
+}
+
 /* w = levels[codes] · scales over the flattened matrix. */
 static void add_bnb4_weight(egi_body *body) {
   static const char *const levels[2] = {
@@ -89,9 +110,10 @@ static void add_bnb4_weight(egi_body *body) {
                   "codes = Slice (padded, start, columns, last)\nplaces = Cast <to = 7> (codes)\n"
                   "levels = Constant <value_floats = [%s]> ()\nlevel = Gather (levels, places)\n",
                   levels[egi_node_int(body->node, "quant_type", 1) == 1]);
-  add_blocks(body, "groups", n * k, egi_node_int(body->node, "block_size", 1));
-  egi_text_add(body->text, "scale_row = Reshape (scales, last)\nscale_wide = Cast <to = 1> (scale_row)\n"
-                           "factor = Gather (scale_wide, groups)\nvalues = Mul (level, factor)\n"
+  int64_t block = egi_node_int(body->node, "block_size", 1);
+  add_blocks(body, "groups", n * k, block);
+  add_flat_scales(body, block > 0 ? (n * k + block - 1) / block : 0);
+  egi_text_add(body->text, "factor = Gather (factor_blocks, groups)\nvalues = Mul (level, factor)\n"
                            "w = Reshape (values, shape)\n");
 }
 

@@ -12,6 +12,7 @@ enum {
   EGI_LINEAR_SCALES,
   EGI_LINEAR_ZERO_POINTS,
   EGI_LINEAR_GROUP_INDEX,
+  EGI_LINEAR_NESTED,
   EGI_LINEAR_INPUTS
 };
 
@@ -21,7 +22,8 @@ enum {
  *            padded to whole blocks; scales [out, blocks]; zero points u8, packed row by row, or floats [out, blocks],
  *            2^(bits-1) when absent; group_index [in]: the block whose scale an input has
  *   bnb4     MatMulBnb4: 4-bit codes of the flattened matrix, high half first, one scale for each `block_size` of them;
- *            quant_type 0 FP4, 1 NF4
+ *            quant_type 0 FP4, 1 NF4. Scales that are u8 are codes themselves, which `nested` f32 decodes: offset,
+ *            levels [256], then a scale for each 256 of them (egi_nested_decode in base/blockwise.h)
  *   blocked  DequantizeLinear's: an integer matrix, [in, out] when `transposed` is 1, scales and zero points as that
  *            operator has them for `axis` (of the stored matrix) and `block_size` (0: none)
  * The sizes of nbits and bnb4 are the attributes out_features and in_features. */

@@ -69,7 +69,8 @@ static eg_status set_row_results(egi_inference *in, unsigned labels_input, const
 /* Features and classes of the weight: float [features, classes], or stored as a Linear stores it. */
 static eg_status head_sizes(const egi_inference *in, unsigned bias_input, egi_dim sizes[2]) {
   const egi_value *hidden = egi_shape_input(in, 0), *weight = egi_shape_input(in, 1);
-  const unsigned at[EGI_LINEAR_INPUTS] = {0, 1, bias_input, bias_input + 1, bias_input + 2, bias_input + 3};
+  const unsigned at[EGI_LINEAR_INPUTS] = {
+      0, 1, bias_input, bias_input + 1, bias_input + 2, bias_input + 3, bias_input + 4};
   egi_dim stored[2];
   if (egi_linear_storage_of(in->node) == EGI_LINEAR_PLAIN) {
     EG_TRY(egi_shape_check_type(in, 1, hidden->dtype));

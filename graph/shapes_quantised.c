@@ -1,5 +1,6 @@
 /* Shape rules of Linear and LinearGrad: the sizes of every storage, for the head with its loss as well. Sizes that are
  * no numbers are taken on trust here; kernels check them when they are planned. */
+#include "base/blockwise.h"
 #include "graph/linear.h"
 #include "graph/shapes.h"
 
@@ -66,6 +67,20 @@ static eg_status nbits_sizes(const egi_inference *in, const unsigned *at, egi_di
   return EG_OK;
 }
 
+/* Scales of flat blocks: floats, or codes and what decodes them. */
+static eg_status check_flat_scales(const egi_inference *in, const unsigned *at, int64_t n_blocks) {
+  const egi_value *scales = egi_shape_input(in, at[EGI_LINEAR_SCALES]);
+  EG_TRY(check_count(in, at[EGI_LINEAR_SCALES], n_blocks));
+  if (scales == NULL || scales->dtype != EG_DTYPE_U8) {
+    if (egi_shape_input(in, at[EGI_LINEAR_NESTED]) != NULL)
+      return egi_shape_fail(in, "input %u decodes scales that are codes (u8), these are none", at[EGI_LINEAR_NESTED]);
+    return check_float(in, at[EGI_LINEAR_SCALES]);
+  }
+  EG_TRY(check_float(in, at[EGI_LINEAR_NESTED]));
+  EG_TRY(egi_shape_check_type(in, at[EGI_LINEAR_NESTED], EG_DTYPE_F32));
+  return check_count(in, at[EGI_LINEAR_NESTED], (int64_t)egi_nested_count((uint64_t)n_blocks));
+}
+
 static eg_status bnb4_sizes(const egi_inference *in, const unsigned *at, egi_dim sizes[2]) {
   int64_t n = 0, k = 0, block = 0, type = egi_node_int(in->node, "quant_type", 1);
   EG_TRY(read_features(in, &n, &k, &block));
@@ -74,8 +89,7 @@ static eg_status bnb4_sizes(const egi_inference *in, const unsigned *at, egi_dim
                          (long long)type);
   EG_TRY(egi_shape_check_type(in, at[EGI_LINEAR_WEIGHT], EG_DTYPE_U8));
   EG_TRY(check_count(in, at[EGI_LINEAR_WEIGHT], (n * k + 1) / 2));
-  EG_TRY(check_float(in, at[EGI_LINEAR_SCALES]));
-  EG_TRY(check_count(in, at[EGI_LINEAR_SCALES], (n * k + block - 1) / block));
+  EG_TRY(check_flat_scales(in, at, (n * k + block - 1) / block));
   sizes[0] = egi_dim_constant(in->dims, n);
   sizes[1] = egi_dim_constant(in->dims, k);
   return EG_OK;
@@ -141,7 +155,7 @@ eg_status egi_shape_linear_sizes(const egi_inference *in, const unsigned *at, eg
 
 /* The input's shape with its last dim, which must be sizes[from], replaced by sizes[1 - from]. */
 static eg_status set_product(egi_inference *in, int from) {
-  static const unsigned at[EGI_LINEAR_INPUTS] = {0, 1, 2, 3, 4, 5};
+  static const unsigned at[EGI_LINEAR_INPUTS] = {0, 1, 2, 3, 4, 5, 6};
   const egi_value *x = egi_shape_input(in, EGI_LINEAR_X);
   egi_dim sizes[2], dims[EGI_MAX_RANK];
   if (x->rank < 1) return egi_shape_fail(in, "input 0 is a scalar");

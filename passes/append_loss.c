@@ -17,7 +17,7 @@ typedef struct appender {
 /* What the head multiplies, when the loss can take its place. */
 typedef struct head {
   egi_value_id hidden, weight, bias; /* weight: effectively [in, out]; bias 0: none */
-  egi_value_id quantised[3];         /* scales, zero points and groups of a quantised weight; 0: none */
+  egi_value_id quantised[4];         /* of a quantised weight, from its scales on; 0: none */
   const egi_attribute *attributes;   /* of its Linear: how it is stored */
   unsigned n_attributes;
 } head;
@@ -63,7 +63,7 @@ static bool read_linear(appender *state, const egi_node *node, head *out_head) {
   if (egi_linear_is_quantised(node)) {
     out_head->hidden = node->inputs[EGI_LINEAR_X];
     out_head->weight = node->inputs[EGI_LINEAR_WEIGHT];
-    for (unsigned i = 0; i < 3; i++)
+    for (unsigned i = 0; i < EGI_COUNT(out_head->quantised); i++)
       out_head->quantised[i] = EGI_LINEAR_SCALES + i < node->n_inputs ? node->inputs[EGI_LINEAR_SCALES + i] : 0;
     out_head->attributes = node->attributes;
     out_head->n_attributes = node->n_attributes;
@@ -172,10 +172,10 @@ static egi_value_id emit_log_probability(appender *state) {
   head found;
   egi_value_id results[2];
   if (find_fusible_head(state, &found, &emit->scope) && state->graph->values[found.hidden].rank <= 3) {
-    const egi_value_id inputs[7] = {found.hidden,      found.weight,       shape_labels(state, found.hidden),
-                                    found.bias,        found.quantised[0], found.quantised[1],
-                                    found.quantised[2]};
-    unsigned n_inputs = 7;
+    const egi_value_id inputs[8] = {found.hidden,       found.weight,       shape_labels(state, found.hidden),
+                                    found.bias,         found.quantised[0], found.quantised[1],
+                                    found.quantised[2], found.quantised[3]};
+    unsigned n_inputs = 8;
     while (inputs[n_inputs - 1] == 0) n_inputs--;
     egi_emit_many(emit, EGI_OP_LinearLogProbability, inputs, n_inputs, found.attributes, found.n_attributes, results,
                   2);

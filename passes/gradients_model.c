@@ -112,11 +112,11 @@ eg_status egi_gradient_linear_log_probability(egi_gradient *gradient) {
   bool wants_bias = egi_gradient_wants(gradient, 3);
   unsigned n_results = wants_bias ? 3 : egi_gradient_wants(gradient, 1) ? 2 : 1;
   egi_value_id results[3] = {0}, bias = egi_gradient_input(gradient, 3);
-  egi_value_id inputs[9] = {egi_gradient_input(gradient, 0), egi_gradient_input(gradient, 1),
-                            egi_gradient_input(gradient, 2), egi_gradient_output(gradient, 1),
-                            gradient->out_gradients[0],      bias};
-  unsigned n_inputs = 9;
-  for (unsigned i = 6; i < 9; i++) inputs[i] = egi_gradient_input(gradient, i - 2); /* of a quantised weight */
+  egi_value_id inputs[10] = {egi_gradient_input(gradient, 0), egi_gradient_input(gradient, 1),
+                             egi_gradient_input(gradient, 2), egi_gradient_output(gradient, 1),
+                             gradient->out_gradients[0],      bias};
+  unsigned n_inputs = 10;
+  for (unsigned i = 6; i < 10; i++) inputs[i] = egi_gradient_input(gradient, i - 2); /* of a quantised weight */
   while (inputs[n_inputs - 1] == 0) n_inputs--;
   egi_gradient_emit(gradient, EGI_OP_LinearLogProbabilityGrad, inputs, n_inputs, results, n_results);
   egi_gradient_set(gradient, 0, results[0]);

@@ -34,7 +34,9 @@ typedef struct block {
 static block block_at(const egi_quantised *m, int64_t row, int64_t column) {
   block b = {0.0F, m->zero};
   if (m->flat_block > 0) {
-    b.scale = float_at(m->scales, m->scale_dtype, (row * m->columns + column) / m->flat_block);
+    int64_t index = (row * m->columns + column) / m->flat_block;
+    b.scale = m->nested ? egi_nested_decode(m->nested, ((const uint8_t *)m->scales)[index], (uint64_t)index)
+                        : float_at(m->scales, m->scale_dtype, index);
     return b;
   }
   int64_t r = row / m->block_rows, c = m->group_index ? m->group_index[column] : column / m->block_columns;

@@ -19,7 +19,8 @@ typedef struct egi_quantised {
   bool has_levels; /* 4-bit codes of `levels`, the first of a byte in the high half; else codes are numbers */
   egi_four_bit levels;
   const void *scales;
-  eg_dtype scale_dtype; /* f32, f16, bf16 or f64 */
+  eg_dtype scale_dtype; /* f32, f16, bf16 or f64; u8: codes that `nested` decodes */
+  const float *nested;
   int64_t block_rows, block_columns, scale_row_stride, scale_column_stride;
   const int32_t *group_index; /* [columns] or NULL */
   int64_t flat_block;         /* 0: blocks lie in rows and columns */

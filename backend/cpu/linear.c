@@ -9,7 +9,7 @@ enum { TILE_ROWS = 1024, TILE_COLUMNS = 96 };
 #define BUFFER_BYTES (EGI_QUANTISED_BLOCK * TILE_COLUMNS * sizeof(float))
 
 /* Linear states its operands in the order of graph/linear.h. */
-static const uint8_t own_inputs[EGI_LINEAR_INPUTS] = {0, 1, 2, 3, 4, 5};
+static const uint8_t own_inputs[EGI_LINEAR_INPUTS] = {0, 1, 2, 3, 4, 5, 6};
 
 typedef struct linear_params {
   const void *plain; /* params of the matrix product; NULL: quantised */

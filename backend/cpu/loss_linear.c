@@ -129,7 +129,7 @@ static size_t product_bytes(void) {
 }
 
 /* Where the operands of a quantised weight stand. */
-static const uint8_t weight_inputs[2][EGI_LINEAR_INPUTS] = {{0, 1, 3, 4, 5, 6}, {0, 1, 5, 6, 7, 8}};
+static const uint8_t weight_inputs[2][EGI_LINEAR_INPUTS] = {{0, 1, 3, 4, 5, 6, 7}, {0, 1, 5, 6, 7, 8, 9}};
 
 static int64_t count_classes(const egi_kernel_plan *plan, const linear_params *p) {
   const egi_tensor *weight = &plan->inputs[1];

@@ -53,9 +53,11 @@ static bool read_bnb4(const reader *r, egi_quantised *q) {
   q->code_row_stride = q->columns;
   q->has_levels = true;
   q->levels = egi_node_int(node, "quant_type", 1) == EGI_FOUR_BIT_FP4 ? EGI_FOUR_BIT_FP4 : EGI_FOUR_BIT_NF4;
-  return q->flat_block > 0 && r->at[EGI_LINEAR_WEIGHT]->dtype == EG_DTYPE_U8 &&
-         has_count(r->at[EGI_LINEAR_WEIGHT], ceil_divide(count, 2)) &&
-         has_count(r->at[EGI_LINEAR_SCALES], ceil_divide(count, q->flat_block));
+  if (q->flat_block < 1) return false;
+  int64_t n_blocks = ceil_divide(count, q->flat_block);
+  return r->at[EGI_LINEAR_WEIGHT]->dtype == EG_DTYPE_U8 && has_count(r->at[EGI_LINEAR_WEIGHT], ceil_divide(count, 2)) &&
+         has_count(r->at[EGI_LINEAR_SCALES], n_blocks) &&
+         has_count(r->at[EGI_LINEAR_NESTED], (int64_t)egi_nested_count((uint64_t)n_blocks));
 }
 
 static bool read_blocked(const reader *r, egi_quantised *q) {
@@ -81,6 +83,14 @@ static bool read_blocked(const reader *r, egi_quantised *q) {
 
 static bool is_scale_type(eg_dtype dtype) {
   return dtype == EG_DTYPE_F32 || dtype == EG_DTYPE_F16 || dtype == EG_DTYPE_BF16 || dtype == EG_DTYPE_F64;
+}
+
+/* Floats, or where a storage has them so codes that are decoded by floats. */
+static bool has_scale_types(const reader *r, egi_linear_storage storage) {
+  const egi_tensor *scales = r->at[EGI_LINEAR_SCALES], *nested = r->at[EGI_LINEAR_NESTED];
+  if (!scales) return false;
+  if (!nested) return is_scale_type(scales->dtype);
+  return storage == EGI_LINEAR_BNB4 && scales->dtype == EG_DTYPE_U8 && nested->dtype == EG_DTYPE_F32;
 }
 
 int64_t egi_quantised_out_features(const egi_kernel_plan *plan, const uint8_t *inputs) {
@@ -115,8 +125,7 @@ eg_status egi_quantised_read(egi_kernel_plan *plan, const uint8_t *inputs, int64
   q->rows = out_weight->is_turned ? in_features : out_features;
   q->columns = out_weight->is_turned ? out_features : in_features;
   const egi_tensor *scales = r.at[EGI_LINEAR_SCALES], *groups = r.at[EGI_LINEAR_GROUP_INDEX];
-  if (!scales || !is_scale_type(scales->dtype) || (groups && groups->dtype != EG_DTYPE_I32))
-    return egi_fail_types(plan);
+  if (!has_scale_types(&r, storage) || (groups && groups->dtype != EG_DTYPE_I32)) return egi_fail_types(plan);
   q->scale_dtype = scales->dtype;
   bool is_sound = storage == EGI_LINEAR_NBITS  ? read_nbits(&r, q)
                   : storage == EGI_LINEAR_BNB4 ? read_bnb4(&r, q)
@@ -158,6 +167,7 @@ eg_status egi_quantised_open(eg_context *ctx, const egi_quantised_weight *weight
   egi_quantised q = weight->matrix;
   q.codes = packed_data(weight, EGI_LINEAR_WEIGHT, call, copies);
   q.scales = packed_data(weight, EGI_LINEAR_SCALES, call, copies);
+  q.nested = packed_data(weight, EGI_LINEAR_NESTED, call, copies);
   q.zeros = packed_data(weight, EGI_LINEAR_ZERO_POINTS, call, copies);
   q.group_index = packed_data(weight, EGI_LINEAR_GROUP_INDEX, call, copies);
   for (int64_t i = 0; q.group_index != NULL && i < q.columns; i++)

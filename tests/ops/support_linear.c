@@ -4,6 +4,7 @@
 
 #include <math.h>
 
+#include "base/blockwise.h"
 #include "graph/linear.h"
 
 /* NF4 (arXiv:2305.14314, appendix E) and FP4 as bitsandbytes defines them. */
@@ -170,7 +171,32 @@ static void check_bad_group(void **state, egi_op op) {
 
 /* ---- bnb4 and blocked ------------------------------------------------------------------------------------------- */
 
-static void check_bnb4(void **state, egi_op op, sizes s, int64_t type) {
+/* Scales of n blocks: numbers, or codes that a further operand decodes. */
+static void add_flat_scales(ops_case *c, int64_t n, bool is_nested) {
+  ops_tensor *scales = ops_add_input(c, is_nested ? EG_DTYPE_U8 : EG_DTYPE_F32, 1, &n);
+  if (!is_nested) {
+    ops_fill_uniform(scales, 0.01, 0.3, 28);
+    return;
+  }
+  float map[256];
+  int64_t n_nested = (int64_t)egi_nested_count((uint64_t)n);
+  ops_fill_uniform(scales, 0, 255, 28);
+  ops_add_absent(c);
+  ops_add_absent(c);
+  ops_tensor *nested = ops_add_input(c, EG_DTYPE_F32, 1, &n_nested);
+  ops_fill_uniform(nested, 0.05, 0.2, 35);
+  egi_dynamic_map(true, map);
+  for (int i = 0; i < 256; i++) nested->values[1 + i] = (double)map[i];
+}
+
+static double flat_scale(const ops_case *c, int64_t block, bool is_nested) {
+  double scale = c->inputs[EGI_LINEAR_SCALES].values[block];
+  if (!is_nested) return scale;
+  const double *nested = c->inputs[EGI_LINEAR_NESTED].values;
+  return nested[1 + (int)scale] * nested[EGI_NESTED_HEADER + block / EGI_NESTED_BLOCK] + nested[0];
+}
+
+static void check_bnb4(void **state, egi_op op, sizes s, int64_t type, bool is_nested) {
   ops_case c;
   ops_begin(&c, state, op, EG_DTYPE_F32);
   int64_t count = s.n * s.k, n_bytes = ceil_divide(count, 2), n_scales = ceil_divide(count, s.block);
@@ -178,14 +204,14 @@ static void check_bnb4(void **state, egi_op op, sizes s, int64_t type) {
   const ops_tensor *codes = ops_add_input(&c, EG_DTYPE_U8, 1, &n_bytes);
   ops_fill_uniform(&c.inputs[1], 0, 255, 27);
   const ops_tensor *bias = add_bias(&c, s.n, true);
-  ops_fill_uniform(ops_add_input(&c, EG_DTYPE_F32, 1, &n_scales), 0.01, 0.3, 28);
+  add_flat_scales(&c, n_scales, is_nested);
   add_storage(&c, "bnb4", s.n, s.k, s.block);
   ops_add_attribute(&c, egi_attribute_int("quant_type", type));
   double *w = EGI_NEW(&c.arena, double, (size_t)count);
   for (int64_t i = 0; i < count; i++) {
     unsigned byte = (unsigned)codes->values[i / 2], code = i % 2 == 0 ? byte >> 4 : byte & 15;
     double level = type == 1 ? nf4[code] : code < 8 ? fp4[code] : -fp4[code - 8];
-    w[i] = level * c.inputs[EGI_LINEAR_SCALES].values[i / s.block];
+    w[i] = level * flat_scale(&c, i / s.block, is_nested);
   }
   expect_product(&c, w, s.n, s.k, bias);
   ops_check(&c);
@@ -271,12 +297,16 @@ void ops_case_linear(void **state, egi_op op) {
   for (size_t s = 0; s < EGI_COUNT(all_sizes); s++) {
     for (size_t form = 0; form < EGI_COUNT(nbits_forms); form++)
       check_nbits(state, op, all_sizes[s], &nbits_forms[form], (s + form) % EGI_COUNT(row_shapes));
-    for (int64_t type = 0; type < 2; type++) check_bnb4(state, op, all_sizes[s], type);
+    for (int64_t type = 0; type < 2; type++) {
+      check_bnb4(state, op, all_sizes[s], type, false);
+      check_bnb4(state, op, all_sizes[s], type, true);
+    }
     for (size_t form = 0; form < EGI_COUNT(blocked_forms); form++)
       check_blocked(state, op, all_sizes[s].n, all_sizes[s].k, &blocked_forms[form]);
     for (int rank = 1; rank <= 4 && op == EGI_OP_Linear; rank++)
       check_plain(state, rank, all_sizes[s], types[s % EGI_COUNT(types)][0], types[s % EGI_COUNT(types)][1]);
   }
-  check_bnb4(state, op, (sizes){3, 5, 4}, 1); /* blocks across rows, an odd number of codes */
+  check_bnb4(state, op, (sizes){3, 5, 4}, 1, false);  /* blocks across rows, an odd number of codes */
+  check_bnb4(state, op, (sizes){61, 35, 4}, 1, true); /* and several blocks of scales */
   check_bad_group(state, op);
 }
