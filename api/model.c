@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "backend/costs.h"
+#include "backend/quantise.h"
 #include "proto/proto.h"
 
 /* ---- loading ---- */
@@ -95,6 +96,7 @@ eg_status eg_model_save(const eg_model *model, const char *path) {
   EG_TRY(egi_module_clone(model->module, &clone));
   eg_status status = egi_graph_expose_states(clone->graphs[0]);
   if (status == EG_OK) status = egi_graph_call_bodies(clone->graphs[0], EGI_BODIES_OWN, &count);
+  if (status == EG_OK) status = egi_quantise_module(clone);
   if (status == EG_OK) status = egi_module_export(clone, clone->graphs[0], path);
   egi_module_destroy(clone);
   return status;

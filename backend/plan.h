@@ -7,6 +7,7 @@
 #define ENGRAFT_BACKEND_PLAN_H
 
 #include "backend/backend.h"
+#include "backend/quantise.h"
 
 #define EGI_N_STREAMS 3u
 #define EGI_ALIGNMENT 64u

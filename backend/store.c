@@ -18,6 +18,8 @@ struct egi_store {
   egi_arena arena;
   resident *weights; /* by index in the module */
   uint32_t n_weights, weights_capacity;
+  uint64_t quantised_bytes, all_quantised_bytes; /* of matrices, as they lie in the file: done so far, and in all */
+  double quantised_seconds;
   void *pools[EGI_POOL_COUNT];
   uint64_t pool_bytes[EGI_POOL_COUNT];
 };
@@ -106,6 +108,11 @@ eg_status egi_weight_write(eg_context *ctx, const egi_weight *weight, void *dst)
   uint64_t size_bytes = 0, probe[2] = {0};
   EG_TRY(egi_weight_bytes(ctx, weight, &size_bytes));
   if (weight->bytes.kind == EGI_BYTES_PARTS) return write_parts(ctx, weight, size_bytes, dst);
+  if (weight->bytes.kind == EGI_BYTES_QUANTISED) {
+    egi_quantised_memory memory = {{NULL}};
+    memory.parts[weight->bytes.quantised_tensor] = dst;
+    return egi_quantise(ctx, weight->bytes.quantisation, &memory);
+  }
   if (weight->bytes.kind == EGI_BYTES_MEMORY) {
     if (size_bytes > 0) memcpy(dst, weight->bytes.data, (size_t)size_bytes);
     return EG_OK;
@@ -205,16 +212,97 @@ static eg_status load(egi_store *store, const egi_weight *weight, resident *out)
   return EG_OK;
 }
 
-eg_status egi_store_load(egi_store *store, uint32_t weight, void **out_data) {
-  if (weight == 0 || weight >= store->module->n_weights) {
-    return egi_fail(store->ctx, EG_ERROR_INTERNAL, "weight %" PRIu32 " is not in the module", weight);
+/* ---- quantised matrices ---- */
+
+static uint64_t matrix_bytes(const egi_quantisation *q) {
+  return (uint64_t)q->n_matrices * (uint64_t)q->rows * (uint64_t)q->columns * egi_whole_bytes(q->matrix.dtype);
+}
+
+static void count_quantised(egi_store *store) {
+  for (uint32_t i = 1; i < store->module->n_weights; i++) {
+    const egi_bytes *bytes = &store->module->weights[i].bytes;
+    bool is_first = bytes->kind == EGI_BYTES_QUANTISED && bytes->quantised_tensor == EGI_QUANTISED_CODES;
+    if (is_first) store->all_quantised_bytes += matrix_bytes(bytes->quantisation);
   }
+}
+
+/* A line at each tenth of the way. */
+static void report_quantised(egi_store *store, uint64_t size_bytes, double seconds) {
+  uint64_t before = store->quantised_bytes;
+  if (store->all_quantised_bytes == 0) count_quantised(store);
+  uint64_t total = store->all_quantised_bytes;
+  store->quantised_bytes += size_bytes;
+  store->quantised_seconds += seconds;
+  if (total == 0 || before * 10 / total == store->quantised_bytes * 10 / total) return;
+  egi_log(store->ctx, EG_LOG_INFO, "quantised %.2f of %.2f GB, %.2f GB/s", (double)store->quantised_bytes / 1e9,
+          (double)total / 1e9, (double)store->quantised_bytes / 1e9 / (store->quantised_seconds + 1e-9));
+}
+
+/* Room on the device for each tensor, and where the host writes it. */
+static eg_status make_quantised_room(egi_store *store, const egi_quantisation *q, resident rooms[EGI_QUANTISED_PARTS],
+                                     egi_quantised_memory *staging) {
+  for (unsigned part = 0; part < EGI_QUANTISED_PARTS; part++) {
+    size_t size_bytes = (size_t)egi_quantised_bytes(q, (egi_quantised_tensor)part);
+    if (q->weights[part] == 0) continue;
+    EG_TRY(store->backend->allocate(store->device, EGI_PURPOSE_WEIGHTS, size_bytes, &rooms[part].data));
+    rooms[part].owned_bytes = size_bytes;
+    rooms[part].is_owned = true;
+    staging->parts[part] =
+        store->backend->is_host ? rooms[part].data : egi_allocate(store->ctx, EGI_PURPOSE_DATA, size_bytes);
+    if (staging->parts[part] == NULL) return EG_ERROR_MEMORY;
+  }
+  return EG_OK;
+}
+
+static eg_status fill_quantised(egi_store *store, const egi_quantisation *q, const resident *rooms,
+                                const egi_quantised_memory *staging) {
+  double start = egi_clock();
+  EG_TRY(egi_quantise(store->ctx, q, staging));
+  for (unsigned part = 0; part < EGI_QUANTISED_PARTS && !store->backend->is_host; part++)
+    if (rooms[part].data != NULL)
+      EG_TRY(store->backend->upload(store->device, rooms[part].data, staging->parts[part],
+                                    (size_t)rooms[part].owned_bytes));
+  report_quantised(store, matrix_bytes(q), egi_clock() - start);
+  return EG_OK;
+}
+
+/* All tensors of a matrix at once. */
+static eg_status load_quantised(egi_store *store, const egi_quantisation *q) {
+  resident rooms[EGI_QUANTISED_PARTS] = {{NULL, 0, false}};
+  egi_quantised_memory staging = {{NULL}};
+  eg_status status = make_quantised_room(store, q, rooms, &staging);
+  if (status == EG_OK) status = fill_quantised(store, q, rooms, &staging);
+  for (unsigned part = 0; part < EGI_QUANTISED_PARTS; part++) {
+    if (!store->backend->is_host && staging.parts[part] != NULL)
+      egi_release(store->ctx, EGI_PURPOSE_DATA, staging.parts[part], (size_t)rooms[part].owned_bytes);
+    if (rooms[part].data == NULL) continue;
+    if (status == EG_OK)
+      store->weights[q->weights[part]] = rooms[part];
+    else
+      store->backend->release(store->device, EGI_PURPOSE_WEIGHTS, rooms[part].data, (size_t)rooms[part].owned_bytes);
+  }
+  return status;
+}
+
+/* Rows up to the weight's. */
+static eg_status grow_weights(egi_store *store, uint32_t weight) {
   while (store->n_weights <= weight) { /* passes may have added some since */
     EG_TRY(EGI_GROW(&store->arena, &store->weights, store->n_weights, &store->weights_capacity));
     store->weights[store->n_weights++] = (resident){0};
   }
+  return EG_OK;
+}
+
+eg_status egi_store_load(egi_store *store, uint32_t weight, void **out_data) {
+  if (weight == 0 || weight >= store->module->n_weights) {
+    return egi_fail(store->ctx, EG_ERROR_INTERNAL, "weight %" PRIu32 " is not in the module", weight);
+  }
+  const egi_weight *row = &store->module->weights[weight];
+  bool is_quantised = row->bytes.kind == EGI_BYTES_QUANTISED;
+  EG_TRY(grow_weights(store, store->module->n_weights - 1));
   resident *entry = &store->weights[weight];
-  if (entry->data == NULL) EG_TRY(load(store, &store->module->weights[weight], entry));
+  if (entry->data == NULL)
+    EG_TRY(is_quantised ? load_quantised(store, row->bytes.quantisation) : load(store, row, entry));
   *out_data = entry->data;
   return EG_OK;
 }

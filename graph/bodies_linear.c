@@ -73,8 +73,8 @@ static void add_nbits_weight(egi_body *body, unsigned scales) {
 }
 
 /* factor_blocks = the scales of flat blocks: as they are, or levels[codes] · scales of scales + offset. */
-static void add_flat_scales(egi_body *body, int64_t n_blocks) {
-  if (!egi_body_has(body, EGI_LINEAR_NESTED)) {
+static void add_flat_scales(egi_body *body, unsigned nested, int64_t n_blocks) {
+  if (!egi_body_has(body, nested)) {
     egi_text_add(body->text, "scale_row = Reshape (scales, last)\nfactor_blocks = Cast <to = 1> (scale_row)\n");
     return;
   }
@@ -92,8 +92,8 @@ static void add_flat_scales(egi_body *body, int64_t n_blocks) {
                "factor_blocks = Add (scale_centred, nested_offset)\n");
 }
 
-/* w = levels[codes] · scales over the flattened matrix. */
-static void add_bnb4_weight(egi_body *body) {
+/* w = levels[codes] · scales over the flattened matrix. What decodes scales is the third input behind them. */
+static void add_bnb4_weight(egi_body *body, unsigned scales) {
   static const char *const levels[2] = {
       "0.0, 0.005208333333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25, 0.0, -0.005208333333, -0.66666667, "
       "-1.0, -0.33333333, -0.5, -0.16666667, -0.25",
@@ -112,7 +112,7 @@ static void add_bnb4_weight(egi_body *body) {
                   levels[egi_node_int(body->node, "quant_type", 1) == 1]);
   int64_t block = egi_node_int(body->node, "block_size", 1);
   add_blocks(body, "groups", n * k, block);
-  add_flat_scales(body, block > 0 ? (n * k + block - 1) / block : 0);
+  add_flat_scales(body, scales + EGI_LINEAR_NESTED - EGI_LINEAR_SCALES, block > 0 ? (n * k + block - 1) / block : 0);
   egi_text_add(body->text, "factor = Gather (factor_blocks, groups)\nvalues = Mul (level, factor)\n"
                            "w = Reshape (values, shape)\n");
 }
@@ -131,7 +131,7 @@ bool egi_body_stored_weight(egi_body *body, unsigned scales) {
   egi_linear_storage storage = egi_linear_storage_of(body->node);
   if (storage == EGI_LINEAR_UNKNOWN || storage == EGI_LINEAR_PLAIN) return false;
   if (storage == EGI_LINEAR_NBITS) add_nbits_weight(body, scales);
-  if (storage == EGI_LINEAR_BNB4) add_bnb4_weight(body);
+  if (storage == EGI_LINEAR_BNB4) add_bnb4_weight(body, scales);
   if (storage == EGI_LINEAR_BLOCKED) add_blocked_weight(body, scales);
   return true;
 }

@@ -174,7 +174,10 @@ eg_status egi_export_tensor(egi_exporter *exporter, const egi_weight *weight, co
   tensor->n_dims = (size_t)weight->rank;
   for (int i = 0; i < weight->rank; i++) tensor->dims[i] = weight->dims[i];
   *out_tensor = tensor;
-  if (weight->bytes.kind != EGI_BYTES_MEMORY) return export_init(exporter, weight, tensor);
+  if (weight->bytes.kind == EGI_BYTES_NORMAL || weight->bytes.kind == EGI_BYTES_FILL)
+    return export_init(exporter, weight, tensor);
+  if (weight->bytes.kind != EGI_BYTES_MEMORY)
+    return egi_fail(exporter->ctx, EG_ERROR_INTERNAL, "weight \"%s\" has no bytes yet", name);
   EG_TRY(find_location(exporter, weight, &location));
   if (location) return refer(exporter, tensor, location, weight->bytes.offset, weight->bytes.size_bytes);
   if (exporter->has_data_file && weight->bytes.size_bytes >= SMALLEST_PIECE)

@@ -135,10 +135,11 @@ egi_op egi_op_find(const char *domain, const char *name);
 
 /* Where the bytes of a weight are. */
 typedef enum egi_bytes_kind {
-  EGI_BYTES_MEMORY, /* `data`: a mapped file, or memory of the arena */
-  EGI_BYTES_NORMAL, /* normal(mean 0, std) numbers made at load from (seed, weight name) */
-  EGI_BYTES_FILL,   /* every element is `value` */
-  EGI_BYTES_PARTS   /* `parts` one after the other */
+  EGI_BYTES_MEMORY,   /* `data`: a mapped file, or memory of the arena */
+  EGI_BYTES_NORMAL,   /* normal(mean 0, std) numbers made at load from (seed, weight name) */
+  EGI_BYTES_FILL,     /* every element is `value` */
+  EGI_BYTES_PARTS,    /* `parts` one after the other */
+  EGI_BYTES_QUANTISED /* one of the tensors that `quantisation` makes at load */
 } egi_bytes_kind;
 
 /* A matrix somewhere in memory, written as it is or transposed. */
@@ -158,6 +159,8 @@ typedef struct egi_bytes {
   uint64_t seed;    /* NORMAL */
   const egi_bytes_part *parts;
   uint32_t n_parts;
+  const struct egi_quantisation *quantisation;
+  uint32_t quantised_tensor; /* QUANTISED: which, as in egi_quantised_tensor */
 } egi_bytes;
 
 /* A constant tensor: initializer or constant. Shapes of weights are numbers. */
@@ -169,6 +172,24 @@ typedef struct egi_weight {
   egi_bytes bytes;
   bool is_input; /* in a file an input too, of which it is the default; its value may have symbolic dims */
 } egi_weight;
+
+/* Matrices of a float weight as codes of 4 bits (storage bnb4 of graph/linear.h), made when the first of the tensors is
+ * loaded: the whole flattened [matrices, rows, columns] in blocks. */
+typedef enum egi_quantised_tensor {
+  EGI_QUANTISED_CODES,  /* u8 [ceil(n / 2)] */
+  EGI_QUANTISED_SCALES, /* f32 [blocks]; u8 where they are nested */
+  EGI_QUANTISED_NESTED, /* f32 */
+  EGI_QUANTISED_PARTS
+} egi_quantised_tensor;
+typedef struct egi_quantisation {
+  egi_weight matrix;  /* [matrices, rows, columns], or [matrices, columns, rows] where it is transposed */
+  bool is_transposed; /* what is quantised is [rows, columns] all the same */
+  int64_t n_matrices, rows, columns;
+  unsigned type; /* egi_four_bit of base/blockwise.h */
+  int64_t block; /* a power of two from 32 to 4096 */
+  bool is_nested;
+  uint32_t weights[EGI_QUANTISED_PARTS]; /* the tensors, in the module; 0: none */
+} egi_quantisation;
 
 /* Buffers that a trainer keeps between steps. */
 typedef enum egi_state_pool {

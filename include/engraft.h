@@ -337,6 +337,11 @@ typedef enum eg_checkpoint {
   EG_CHECKPOINT_OFFLOAD    /* and those inputs wait in host memory, but for the last block's */
 } eg_checkpoint;
 
+/* How the frozen matrices of linear layers are held in memory, as bitsandbytes holds them: codes of 4 bits, made while
+ * they are loaded. The output head, routers, embeddings and norms stay as they are, and what the file stores quantised.
+ */
+typedef enum eg_quant { EG_QUANT_NONE, EG_QUANT_NF4, EG_QUANT_FP4 } eg_quant;
+
 struct eg_trainer_options {
   size_t struct_size;
   const char *device;       /* "cpu" */
@@ -377,12 +382,16 @@ struct eg_trainer_options {
                                regular expression; the first that matches counts; NULL: none */
   const char *alpha_pattern; /* the same for alpha */
   double lora_plus;          /* LoRA+: the learning rate of B is that many times A's */
+  eg_quant quant;
+  uint32_t quant_block; /* numbers with one scale: a power of two from 32 to 4096 */
+  int double_quant;     /* 1: scales are codes of 8 bits themselves */
 };
-#define EG_TRAINER_OPTIONS_INIT                                                                                      \
-  {                                                                                                                  \
-    sizeof(eg_trainer_options), "cpu", EG_DTYPE_F32, 0, 16, 16.0, "all-linear", NULL, EG_LORA_INIT_DEFAULT, 2e-4,    \
-        EG_SCHEDULE_CONSTANT, 0.0, 0.0, 0.9, 0.999, 1e-8, 1.0, 2048, 1, 0, 1.0, 0, 0, 0, EG_PACKING_AUTO,            \
-        EG_PACKING_CACHE_ON, EG_CHECKPOINT_AUTO, 0, 0, EG_LOSS_AUTO, EG_POOLING_AUTO, 20.0, 0, NULL, NULL, NULL, 1.0 \
+#define EG_TRAINER_OPTIONS_INIT                                                                                       \
+  {                                                                                                                   \
+    sizeof(eg_trainer_options), "cpu", EG_DTYPE_F32, 0, 16, 16.0, "all-linear", NULL, EG_LORA_INIT_DEFAULT, 2e-4,     \
+        EG_SCHEDULE_CONSTANT, 0.0, 0.0, 0.9, 0.999, 1e-8, 1.0, 2048, 1, 0, 1.0, 0, 0, 0, EG_PACKING_AUTO,             \
+        EG_PACKING_CACHE_ON, EG_CHECKPOINT_AUTO, 0, 0, EG_LOSS_AUTO, EG_POOLING_AUTO, 20.0, 0, NULL, NULL, NULL, 1.0, \
+        EG_QUANT_NONE, 64, 1                                                                                          \
   }
 
 /* What a step did. */
@@ -485,9 +494,12 @@ typedef struct eg_runner_options {
   eg_dtype dtype;      /* of activations; EG_DTYPE_F32; EG_DTYPE_UNDEFINED: each type as in the file */
   const char *adapter; /* PEFT folder, NULL: none */
   int no_fuse;         /* 1: fused operators run as their bodies of plain operators */
+  eg_quant quant;      /* as in eg_trainer_options; needs EG_DTYPE_F32 */
+  uint32_t quant_block;
+  int double_quant;
 } eg_runner_options;
 #define EG_RUNNER_OPTIONS_INIT \
-  { sizeof(eg_runner_options), "cpu", EG_DTYPE_F32, NULL, 0 }
+  { sizeof(eg_runner_options), "cpu", EG_DTYPE_F32, NULL, 0, EG_QUANT_NONE, 64, 1 }
 
 EG_API eg_status eg_runner_create(eg_model *model, const eg_runner_options *options, eg_runner **out_runner);
 EG_API void eg_runner_destroy(eg_runner *runner);

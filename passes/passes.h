@@ -20,6 +20,14 @@ typedef struct egi_adapter_target {
   double scale; /* alpha / rank */
 } egi_adapter_target;
 
+/* How quantize_base stores frozen matrices: codes of 4 bits (base/blockwise.h). */
+typedef struct egi_quantise_options {
+  bool is_wanted;
+  unsigned type; /* egi_four_bit */
+  int64_t block; /* a power of two from 32 to 4096 */
+  bool is_nested;
+} egi_quantise_options;
+
 /* What the adapt stage is told; unused fields are zero. */
 typedef struct egi_adapt_options {
   const egi_adapter_target *adapters;
@@ -31,6 +39,7 @@ typedef struct egi_adapt_options {
   eg_pooling pooling;
   double similarity_scale; /* 0: 20 */
   bool is_loop;            /* dispatch_moe: experts one after the other */
+  egi_quantise_options quantise;
 } egi_adapt_options;
 
 /* What buffer_checkpoints and tile_rows are told. */

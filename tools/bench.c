@@ -112,6 +112,10 @@ static eg_status run(tool *t, bench *b) {
   EG_TRY(tool_load_model(t, &b->model));
   runner_options.no_fuse = tool_is_given(t, OPTION_NO_FUSE);
   runner_options.device = tool_text(t, OPTION_DEVICE);
+  tool_quant quant = tool_quantisation(t);
+  runner_options.quant = quant.type;
+  runner_options.quant_block = quant.block;
+  runner_options.double_quant = quant.is_nested;
   EG_TRY(eg_runner_create(b->model, &runner_options, &b->runner));
   EG_TRY(make_row(t, b));
   EG_TRY(measure_forward(t, b->runner, b->ids, b->seconds, &forward));

@@ -73,6 +73,10 @@ int tool_generate(tool *t) {
   options.device = tool_text(t, OPTION_DEVICE);
   options.no_fuse = tool_is_given(t, OPTION_NO_FUSE);
   options.adapter = tool_text(t, OPTION_ADAPTER);
+  tool_quant quant = tool_quantisation(t);
+  options.quant = quant.type;
+  options.quant_block = quant.block;
+  options.double_quant = quant.is_nested;
   eg_status status = tool_load_model(t, &model);
   if (status == EG_OK) status = eg_runner_create(model, &options, &runner);
   if (status == EG_OK) status = generate(t, runner);

@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <math.h>
 #include <string.h>
+#include <unistd.h>
 
 /* Arguments and file names may hold line breaks; a message is one line all the same. */
 static void print_line(const char *prefix, const char *format, va_list arguments, const char *suffix) {
@@ -38,9 +39,11 @@ int tool_fail_usage(const tool *t, const char *format, ...) {
   return 2;
 }
 
+/* Warnings, and for someone who watches what is being done. */
 void tool_log(void *userdata, eg_log_level level, const char *message) {
   (void)userdata;
   if (level == EG_LOG_WARNING) fprintf(stderr, "engraft: warning: %s\n", message);
+  if (level == EG_LOG_INFO && isatty(STDERR_FILENO)) fprintf(stderr, "engraft: %s\n", message);
 }
 
 /* ---- numbers ---- */

@@ -57,6 +57,13 @@ int tool_write_stream(void *userdata, const void *bytes, size_t size_bytes); /* 
 
 /* train_options.c: --loss, --pooling and --similarity-scale. */
 egi_objective tool_objective(const tool *t);
+/* --quant, --quant-block and --double-quant. */
+typedef struct tool_quant {
+  eg_quant type;
+  uint32_t block; /* 0: none that is possible */
+  int is_nested;
+} tool_quant;
+tool_quant tool_quantisation(const tool *t);
 
 /* train_signals.c: before any thread is made, so that none of them takes SIGINT or SIGTERM. */
 void tool_block_signals(void);

@@ -61,6 +61,16 @@ static eg_pooling parse_pooling(const char *text) {
   return EG_POOLING_OUTPUT;
 }
 
+tool_quant tool_quantisation(const tool *t) {
+  const char *type = tool_text(t, OPTION_QUANT);
+  uint64_t block = t->values[OPTION_QUANT_BLOCK].count;
+  tool_quant quant = {.type = EG_QUANT_NONE, .block = block <= UINT32_MAX ? (uint32_t)block : 0};
+  if (strcmp(type, "nf4") == 0) quant.type = EG_QUANT_NF4;
+  if (strcmp(type, "fp4") == 0) quant.type = EG_QUANT_FP4;
+  quant.is_nested = strcmp(tool_text(t, OPTION_DOUBLE_QUANT), "on") == 0;
+  return quant;
+}
+
 egi_objective tool_objective(const tool *t) {
   return (egi_objective){parse_loss(t), parse_pooling(tool_text(t, OPTION_POOLING)),
                          t->values[OPTION_SIMILARITY_SCALE].number};
@@ -95,6 +105,10 @@ eg_status training_options(tool *t, eg_trainer_options *options) {
   options->n_steps = t->values[OPTION_STEPS].count;
   options->n_epochs = t->values[OPTION_EPOCHS].number;
   options->seed = t->values[OPTION_SEED].count;
+  const tool_quant quant = tool_quantisation(t);
+  options->quant = quant.type;
+  options->quant_block = quant.block;
+  options->double_quant = quant.is_nested;
   const egi_objective objective = tool_objective(t);
   options->loss = objective.loss;
   options->pooling = objective.pooling;

@@ -109,8 +109,8 @@ eg_status egi_evaluate_graph(egi_machine *machine, const egi_graph *graph, const
 /* ---- without a trainer ---- */
 
 static eg_status adapt(egi_machine *machine, const egi_peft *peft, const egi_documents *documents,
-                       egi_objective *objective, egi_arena *arena) {
-  static const char *const names[] = {"append_loss", "graft_adapters", "eliminate_dead"};
+                       egi_objective *objective, const egi_quantise_options *quantise, egi_arena *arena) {
+  static const char *const names[] = {"append_loss", "quantize_base", "graft_adapters", "eliminate_dead"};
   egi_inputs inputs;
   egi_vocabulary vocabulary;
   egi_adapters adapters = {.count = 0};
@@ -124,7 +124,8 @@ static eg_status adapt(egi_machine *machine, const egi_peft *peft, const egi_doc
                                .is_frozen = true,
                                .loss = objective->loss,
                                .pooling = objective->pooling,
-                               .similarity_scale = objective->similarity_scale};
+                               .similarity_scale = objective->similarity_scale,
+                               .quantise = *quantise};
   return egi_run_passes(machine->graph, names, EGI_COUNT(names), &options);
 }
 
@@ -142,7 +143,7 @@ eg_status egi_evaluate_model(const eg_model *model, const egi_evaluate_options *
   egi_arena_init(&arena, model->ctx, EGI_PURPOSE_DATA);
   if (options->adapter != NULL) EG_TRY(egi_peft_open(model->ctx, options->adapter, &peft));
   eg_status status = egi_machine_prepare(&machine, model, "cpu", EG_DTYPE_F32);
-  if (status == EG_OK) status = adapt(&machine, peft, documents, &objective, &arena);
+  if (status == EG_OK) status = adapt(&machine, peft, documents, &objective, &options->quantise, &arena);
   if (status == EG_OK) status = egi_machine_specialise(&machine, NULL, options->is_expanded);
   if (status == EG_OK) status = allocate(&machine, peft);
   if (status == EG_OK)

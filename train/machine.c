@@ -1,6 +1,8 @@
 /* Machines: a clone of the model's module brought to the state in which the adapt stage begins, and its memory. */
 #include "train/train.h"
 
+#include "base/blockwise.h"
+
 #include <string.h>
 
 static const char *dtype_option(eg_dtype dtype) {
@@ -14,6 +16,19 @@ static eg_status check_device(eg_context *ctx, const char *device, eg_dtype dtyp
   if (dtype != EG_DTYPE_F32 && dtype != EG_DTYPE_UNDEFINED)
     return egi_fail(ctx, EG_ERROR_UNSUPPORTED, "activations %s are not supported on the CPU, only f32",
                     dtype_option(dtype));
+  return EG_OK;
+}
+
+eg_status egi_quantise_options_make(eg_context *ctx, eg_quant quant, uint32_t block, int is_nested,
+                                    egi_quantise_options *out_options) {
+  *out_options = (egi_quantise_options){.is_wanted = quant != EG_QUANT_NONE};
+  if (quant < EG_QUANT_NONE || quant > EG_QUANT_FP4) return egi_fail(ctx, EG_ERROR_ARGUMENT, "quant is out of range");
+  if (!out_options->is_wanted) return EG_OK;
+  if (block < 32 || block > 4096 || (block & (block - 1)) != 0)
+    return egi_fail(ctx, EG_ERROR_ARGUMENT, "blocks of %u numbers: a power of two from 32 to 4096 is possible", block);
+  out_options->type = quant == EG_QUANT_NF4 ? EGI_FOUR_BIT_NF4 : EGI_FOUR_BIT_FP4;
+  out_options->block = block;
+  out_options->is_nested = is_nested != 0;
   return EG_OK;
 }
 

@@ -5,11 +5,16 @@
 #include <string.h>
 
 static eg_status adapt(eg_runner *runner, egi_machine *machine, const egi_peft *peft) {
-  static const char *const names[] = {"graft_adapters", "eliminate_common", "eliminate_dead"};
+  static const char *const names[] = {"quantize_base", "graft_adapters", "eliminate_common", "eliminate_dead"};
   egi_adapters adapters = {.count = 0};
   if (peft != NULL) EG_TRY(egi_adapters_from_peft(machine->graph, peft, &runner->arena, &adapters));
   egi_adapt_options options = {.adapters = adapters.targets, .n_adapters = adapters.count, .is_frozen = true};
-  if (peft != NULL) EG_TRY(egi_run_passes(machine->graph, names, EGI_COUNT(names), &options));
+  EG_TRY(egi_quantise_options_make(runner->ctx, runner->options.quant, runner->options.quant_block,
+                                   runner->options.double_quant, &options.quantise));
+  if (options.quantise.is_wanted && runner->options.dtype != EG_DTYPE_F32)
+    return egi_fail(runner->ctx, EG_ERROR_UNSUPPORTED, "quantised matrices need activations in float32");
+  if (peft != NULL || options.quantise.is_wanted)
+    EG_TRY(egi_run_passes(machine->graph, names, EGI_COUNT(names), &options));
   EG_TRY(egi_machine_specialise(machine, &options, runner->options.no_fuse != 0));
   EG_TRY(egi_machine_allocate(machine));
   return peft != NULL ? egi_adapters_load(machine, peft) : EG_OK;

@@ -184,6 +184,9 @@ eg_status egi_machine_prepare_general(egi_machine *machine, const eg_model *mode
 eg_status egi_machine_specialise(egi_machine *machine, const egi_adapt_options *adapt, bool is_expanded);
 eg_status egi_machine_allocate(egi_machine *machine);
 void egi_machine_close(egi_machine *machine);
+/* EG_ERROR_ARGUMENT for a block that is no power of two from 32 to 4096. */
+eg_status egi_quantise_options_make(eg_context *ctx, eg_quant quant, uint32_t block, int is_nested,
+                                    egi_quantise_options *out_options);
 eg_status egi_run_passes(egi_graph *graph, const char *const *names, size_t n_names, const egi_adapt_options *adapt);
 
 /* What is learned; `loss` is never EG_LOSS_AUTO once it has been chosen. */
@@ -358,6 +361,7 @@ typedef struct egi_evaluate_options {
   uint32_t tokens;     /* of a batch */
   bool is_expanded;    /* fused operators as their bodies */
   egi_objective objective;
+  egi_quantise_options quantise;
 } egi_evaluate_options;
 /* Mean loss over `documents` of the model without a trainer. */
 eg_status egi_evaluate_model(const eg_model *model, const egi_evaluate_options *options, const egi_documents *documents,

@@ -36,6 +36,9 @@ static eg_status check_options(eg_context *ctx, const eg_trainer_options *o) {
   if (o->accumulate < 1) wrong = "accumulate";
   if (o->n_steps == 0 && !(o->n_epochs > 0.0 && o->n_epochs <= 1e9)) wrong = "n_epochs";
   if (wrong != NULL) return egi_fail(ctx, EG_ERROR_ARGUMENT, "trainer options: %s is out of range", wrong);
+  if (o->full && o->quant != EG_QUANT_NONE)
+    return egi_fail(ctx, EG_ERROR_ARGUMENT,
+                    "trainer options: full training trains the matrices that quant would freeze");
   if (o->full && o->init_adapter != NULL)
     return egi_fail(ctx, EG_ERROR_ARGUMENT, "trainer options: full training takes no init_adapter");
   return EG_OK;

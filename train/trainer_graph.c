@@ -159,7 +159,7 @@ eg_status egi_differentiate(egi_graph *graph, uint32_t tiles) {
 }
 
 eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
-  static const char *const adapt_passes[] = {"append_loss", "graft_adapters", "eliminate_dead"};
+  static const char *const adapt_passes[] = {"append_loss", "quantize_base", "graft_adapters", "eliminate_dead"};
   egi_machine *machine = &trainer->machine;
   if (egi_graph_find_value(machine->graph, EGI_INPUT_LABELS) != 0)
     return egi_fail(trainer->ctx, EG_ERROR_ARGUMENT,
@@ -175,6 +175,8 @@ eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
                              .loss = trainer->objective.loss,
                              .pooling = trainer->objective.pooling,
                              .similarity_scale = trainer->objective.similarity_scale};
+  EG_TRY(egi_quantise_options_make(trainer->ctx, trainer->options.quant, trainer->options.quant_block,
+                                   trainer->options.double_quant, &adapt.quantise));
   EG_TRY(egi_run_passes(machine->graph, adapt_passes, EGI_COUNT(adapt_passes), &adapt));
   EG_TRY(egi_machine_specialise(machine, &adapt, trainer->options.no_fuse != 0));
   EG_TRY(list_parameters(trainer));

@@ -76,9 +76,9 @@ printf '{"rank": {"a": 1}}' >settings.json
 bad 2 'rank' train model.onnx --data data.jsonl --out run --config settings.json
 
 # ---- options of other versions: named, never ignored ----
-for option in '--quant nf4' '--device cuda' '--dtype bf16' \
+for option in '--device cuda' '--dtype bf16' \
   '--optimizer adamw8bit' '--loss dpo' '--lora-dropout 0.1' '--neftune 5' '--init pissa' '--qat int4' '--plan p.json' \
-  '--moe-dispatch loop' '--target-parameters a.b' '--quant-block 128' '--double-quant off'; do
+  '--moe-dispatch loop' '--target-parameters a.b'; do
   # shellcheck disable=SC2086 # option and value
   bad 1 "$option is not in this version" train model.onnx --data data.jsonl --out run $option
 done
@@ -223,6 +223,12 @@ for dtype in f32 f16 bf16; do
   good eval merged/$dtype/model.onnx --data data.jsonl --json
   [ $dtype != f32 ] || [ "$(cut -c 1-14 out)" = "$adapted" ] || fail "merged loss $(cat out), not $adapted"
 done
+
+# ---- a base of 4-bit codes ----
+good eval model.onnx --data data.jsonl --adapter run --quant nf4 --json
+good train model.onnx --data data.jsonl --out coded --steps 2 --quant fp4 --quant-block 32 --double-quant off
+bad 1 'blocks of 48 numbers' train model.onnx --data data.jsonl --out coded --quant nf4 --quant-block 48
+bad 1 'full training' train model.onnx --data data.jsonl --out coded --quant nf4 --full
 
 # a save that fails leaves what was there
 bad 1 'data.jsonl' train model.onnx --data data.jsonl --out data.jsonl --steps 1

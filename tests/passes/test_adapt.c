@@ -21,6 +21,38 @@ static void narrow_arithmetic_becomes_wide(void **state) {
   assert_int_equal(fixture->graph->values[fixture->graph->outputs[0]].dtype, EG_DTYPE_F32);
 }
 
+/* ---- quantize_base ---------------------------------------------------------------------------------------------- */
+
+#define NF4 "Linear<storage=bnb4><quant_type=1><block_size=32><out_features=2><in_features=2>"
+
+/* Two layers of one matrix, one of its transpose, the head; a second run finds nothing left. */
+static void frozen_matrices_become_codes(void **state) {
+  pass_fixture *fixture = *state;
+  const egi_adapt_options adapt = {.quantise = {.is_wanted = true, .type = 1, .block = 32, .is_nested = true}};
+  pass_graph(fixture,
+             "(int64[batch,sequence] input_ids) => (float[batch,sequence,3] logits)\n"
+             "<float[5,2] t = {1,2,3,4,5,6,7,8,9,0}, float[2,2] w = {1,2,3,4}, float[3,2] v = {1,2,3,4,5,6},\n"
+             " float[2] c = {1,2}>\n"
+             "{ [\"/embed/Gather\"] x = Gather (t, input_ids)  [\"/a/Linear\"] a = engraft.Linear (x, w, c)\n"
+             "  [\"/b/Linear\"] b = engraft.Linear (a, w)  [\"/turn\"] u = Transpose <perm = [1, 0]> (w)\n"
+             "  [\"/c/Linear\"] d = engraft.Linear (b, u)  [\"/head/Linear\"] logits = engraft.Linear (d, v) }");
+  for (int run = 0; run < 2; run++) {
+    pass_run(fixture, "quantize_base,eliminate_dead", &adapt);
+    pass_expect(fixture, "%1 = Gather(t, input_ids)\n%2 = " NF4 "(%1, w.codes, c, w.absmax, _, _, w.nested)\n"
+                         "%3 = " NF4 "(%2, w.codes, _, w.absmax, _, _, w.nested)\n"
+                         "%4 = " NF4 "(%3, w.codes_1, _, w.absmax_2, _, _, w.nested_3)\n"
+                         "%5 = Linear(%4, v)\n-> logits=%5\n");
+  }
+}
+
+static void nothing_is_quantised_unasked(void **state) {
+  pass_fixture *fixture = *state;
+  const egi_adapt_options adapt = {.has_gradient = true};
+  pass_graph(fixture, "(float[n,2] x) => (float[n,2] y) <float[2,2] w = {1,2,3,4}> { y = engraft.Linear (x, w) }");
+  pass_run(fixture, "quantize_base", &adapt);
+  pass_expect(fixture, "%1 = Linear(x, w)\n-> y=%1\n");
+}
+
 /* ---- append_loss ------------------------------------------------------------------------------------------------ */
 
 #define MODEL(body)                                                                                                   \
@@ -320,6 +352,7 @@ static void memory_may_run_out_anywhere(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       TEST(narrow_arithmetic_becomes_wide),     TEST(a_linear_head_joins_the_loss),
+      TEST(frozen_matrices_become_codes),       TEST(nothing_is_quantised_unasked),
       TEST(a_gemm_over_rows_joins_the_loss),    TEST(capped_logits_stay),
       TEST(an_adapter_keeps_the_head),          TEST(unfit_logits_are_refused),
       TEST(adapters_stand_beside_their_layers), TEST(frozen_adapters_have_no_gradients),

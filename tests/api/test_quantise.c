@@ -1,0 +1,306 @@
+/* Training beside a base of 4-bit codes: its curve is that of adapters on the decoded matrices, for every exporter's
+ * file of the models in tests/data; what is left alone; what is refused. */
+#include "support_api.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "backend/quantise.h"
+#include "base/blockwise.h"
+
+enum { N_STEPS = 4 };
+
+static const char *const models[] = {
+    "llama/model.dynamo-op23-sdpa.onnx",        "llama/model.torchscript-op17-eager.onnx",
+    "gpt2/model.dynamo-op20-eager.onnx",        "gpt2/model.torchscript-op17-eager.onnx",
+    "qwen2/model.dynamo-op23-sdpa.onnx",        "qwen3/model.genai-float32.onnx",
+    "gpt_oss/model.dynamo-op23-eager-all.onnx", "qwen3_moe/model.torchscript-op17-eager-all.onnx"};
+
+static eg_model *load(eg_context *ctx, const char *name) {
+  char path[512];
+  eg_model *model;
+  (void)snprintf(path, sizeof path, "%s/%s", EGI_TEST_DATA, name);
+  api_must(ctx, eg_model_load(ctx, path, NULL, &model));
+  return model;
+}
+
+static eg_trainer_options quantised(eg_quant quant, uint32_t block, int is_nested) {
+  eg_trainer_options options = api_options();
+  options.quant = quant;
+  options.quant_block = block;
+  options.double_quant = is_nested;
+  return options;
+}
+
+/* What the codes say in place of the matrix, in the module's own layout. */
+static void decode(eg_context *ctx, egi_module *module, uint32_t weight, const egi_quantisation *q) {
+  size_t n = (size_t)(q->rows * q->columns), n_blocks = (n + (size_t)q->block - 1) / (size_t)q->block;
+  uint8_t *codes = egi_arena_get(&module->arena, (n + 1) / 2, 1), *scales = egi_arena_get(&module->arena, n_blocks, 4);
+  float *nested = EGI_NEW(&module->arena, float, (size_t)egi_nested_count(n_blocks));
+  float *values = EGI_NEW(&module->arena, float, n), *turned = EGI_NEW(&module->arena, float, n);
+  assert_true(codes && scales && nested && values && turned);
+  const egi_quantised_memory memory = {{codes, scales, q->is_nested ? nested : NULL}};
+  api_must(ctx, egi_quantise(ctx, q, &memory));
+  for (size_t i = 0; i < n_blocks; i++) {
+    size_t first = i * (size_t)q->block, count = n - first < (size_t)q->block ? n - first : (size_t)q->block;
+    float scale = 0;
+    if (q->is_nested)
+      scale = egi_nested_decode(nested, scales[i], i);
+    else
+      memcpy(&scale, scales + 4 * i, sizeof scale);
+    egi_four_bit_decode((egi_four_bit)q->type, codes, first, count, scale, values + first);
+  }
+  size_t rows = (size_t)q->rows, columns = (size_t)q->columns;
+  for (size_t i = 0; i < n; i++) turned[i % columns * rows + i / columns] = values[i];
+  module->weights[weight].bytes.data = (const uint8_t *)(q->is_transposed ? turned : values);
+}
+
+/* Every matrix that the trainer quantised, decoded in another model of the same file. Returns how many. */
+static size_t decode_all(eg_context *ctx, const eg_trainer *trainer, eg_model *model) {
+  const egi_module *module = trainer->machine.module;
+  size_t count = 0;
+  for (uint32_t i = 1; i < module->n_weights; i++) {
+    const egi_bytes *bytes = &module->weights[i].bytes;
+    if (bytes->kind != EGI_BYTES_QUANTISED || bytes->quantised_tensor != EGI_QUANTISED_CODES) continue;
+    for (uint32_t k = 1; k < model->module->n_weights; k++) {
+      if (strcmp(model->module->weights[k].name, bytes->quantisation->matrix.name) != 0) continue;
+      decode(ctx, model->module, k, bytes->quantisation);
+      count++;
+    }
+  }
+  return count;
+}
+
+static bool is_of(const eg_trainer *trainer, size_t index, const char *suffix) {
+  eg_parameter_info info;
+  assert_int_equal(eg_trainer_parameter_info(trainer, index, &info), EG_OK);
+  return egi_has_suffix(info.name, suffix);
+}
+
+/* Whether every parameter of that kind differs from what it was. */
+static bool have_moved(eg_trainer *trainer, const float *before, const float *now, const char *suffix) {
+  size_t at = 0, n_found = 0;
+  for (size_t i = 0; i < eg_trainer_parameter_count(trainer); i++) {
+    eg_parameter_info info;
+    size_t count = 1;
+    bool has_moved = false;
+    assert_int_equal(eg_trainer_parameter_info(trainer, i, &info), EG_OK);
+    for (uint32_t d = 0; d < info.rank; d++) count *= (size_t)info.dims[d];
+    for (size_t k = 0; k < count; k++)
+      has_moved = has_moved || before[at + k] < now[at + k] || before[at + k] > now[at + k];
+    at += count;
+    if (!is_of(trainer, i, suffix)) continue;
+    n_found++;
+    if (!has_moved) return false;
+  }
+  return n_found > 0;
+}
+
+static void expect_close(const float *a, const float *b, size_t n, double tolerance, const char *what) {
+  double difference = 0, size = 0;
+  for (size_t i = 0; i < n; i++) {
+    difference += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
+    size += (double)b[i] * (double)b[i];
+  }
+  if (!(sqrt(difference) <= tolerance * sqrt(size) + 1e-12))
+    fail_msg("%s: off by %.3g of %.3g", what, sqrt(difference), sqrt(size));
+}
+
+static void compare(eg_trainer *codes, eg_trainer *plain, const char *name) {
+  size_t n = 0;
+  float *first = api_read(codes, false, &n), *before = api_read(codes, false, &n);
+  for (int step = 0; step < N_STEPS; step++) {
+    eg_step_report a, b;
+    assert_int_equal(eg_trainer_step(codes, &a), EG_OK);
+    assert_int_equal(eg_trainer_step(plain, &b), EG_OK);
+    if (!(fabs(a.loss - b.loss) <= 1e-5 * fabs(b.loss)))
+      fail_msg("%s: loss %.9g of codes, %.9g of what they stand for", name, a.loss, b.loss);
+    float *now = api_read(codes, false, &n), *x = api_read(codes, true, &n), *y = api_read(plain, true, &n);
+    expect_close(x, y, n, 1e-4, name);
+    if (step == 0) assert_true(have_moved(codes, first, now, ".lora_B.weight"));
+    if (step == 1) assert_true(have_moved(codes, before, now, ".lora_A.weight"));
+    free(before);
+    free(x);
+    free(y);
+    before = now;
+  }
+  free(first);
+  free(before);
+}
+
+static void check_curve(eg_context *ctx, const char *name, const eg_trainer_options *options) {
+  eg_model *base = load(ctx, name), *other = load(ctx, name);
+  eg_dataset *dataset = api_dataset(ctx, 6, 12);
+  eg_trainer *codes, *plain, *original;
+  eg_trainer_options plain_options = *options;
+  plain_options.quant = EG_QUANT_NONE;
+  api_must(ctx, eg_trainer_create(base, dataset, options, &codes));
+  api_must(ctx, eg_trainer_create(base, dataset, &plain_options, &original));
+  size_t count = decode_all(ctx, codes, other);
+  assert_true(count >= 4); /* layers of a fused one count once */
+  api_must(ctx, eg_trainer_create(other, dataset, &plain_options, &plain));
+  compare(codes, plain, name);
+  double of_codes = 0, of_original = 0; /* and it is not the original that was trained on */
+  api_must(ctx, eg_trainer_evaluate(codes, dataset, &of_codes));
+  api_must(ctx, eg_trainer_evaluate(original, dataset, &of_original));
+  assert_true(fabs(of_codes - of_original) > 1e-4);
+  eg_trainer_destroy(codes);
+  eg_trainer_destroy(plain);
+  eg_trainer_destroy(original);
+  eg_dataset_destroy(dataset);
+  eg_model_destroy(base);
+  eg_model_destroy(other);
+}
+
+static void test_curves(void **state) {
+  api_fixture *fixture = *state;
+  for (size_t i = 0; i < EGI_COUNT(models); i++) {
+    eg_trainer_options options = quantised(i % 3 == 2 ? EG_QUANT_FP4 : EG_QUANT_NF4, i % 2 == 0 ? 64 : 32, i % 4 != 1);
+    options.no_fuse = i % 5 == 4;
+    check_curve(fixture->ctx, models[i], &options);
+  }
+}
+
+/* The head, tables, norms and routers keep their types; scales of scales and codes have theirs. */
+static void test_left_alone(void **state) {
+  api_fixture *fixture = *state;
+  eg_model *model = load(fixture->ctx, "qwen3_moe/model.dynamo-op23-sdpa-all.onnx");
+  eg_dataset *dataset = api_dataset(fixture->ctx, 4, 12);
+  eg_trainer_options options = quantised(EG_QUANT_NF4, 64, 1);
+  eg_trainer *trainer;
+  api_must(fixture->ctx, eg_trainer_create(model, dataset, &options, &trainer));
+  const egi_module *module = trainer->machine.module;
+  size_t n_codes = 0, n_nested = 0;
+  for (uint32_t i = 1; i < module->n_weights; i++) {
+    const egi_weight *weight = &module->weights[i];
+    if (weight->bytes.kind != EGI_BYTES_QUANTISED) continue;
+    assert_null(strstr(weight->name, "lm_head"));
+    assert_null(strstr(weight->name, "embed"));
+    assert_null(strstr(weight->name, "norm"));
+    assert_null(strstr(weight->name, "mlp.gate."));
+    n_codes += weight->bytes.quantised_tensor == EGI_QUANTISED_CODES;
+    n_nested += weight->bytes.quantised_tensor == EGI_QUANTISED_NESTED;
+  }
+  assert_int_equal(n_codes, 8); /* q, k, v and o of two layers */
+  assert_int_equal(n_nested, n_codes);
+  eg_trainer_destroy(trainer);
+  eg_dataset_destroy(dataset);
+  eg_model_destroy(model);
+}
+
+/* The memory of the base is what the codes need, and the number of threads decides nothing. */
+static void test_memory(void **state) {
+  api_fixture *fixture = *state;
+  float *values[2] = {NULL, NULL};
+  size_t n = 0;
+  for (int k = 0; k < 2; k++) {
+    eg_context *ctx = api_context(fixture, 1 + 3 * k);
+    eg_model *model = load(ctx, models[1]);
+    eg_dataset *dataset = api_dataset(ctx, 4, 12);
+    eg_trainer_options options = quantised(EG_QUANT_NF4, 64, 1);
+    eg_trainer *trainer;
+    api_must(ctx, eg_trainer_create(model, dataset, &options, &trainer));
+    const egi_module *module = trainer->machine.module;
+    uint64_t wanted = 0, others = 0;
+    for (uint32_t i = 1; i < module->n_weights; i++) {
+      const egi_bytes *bytes = &module->weights[i].bytes;
+      if (bytes->kind == EGI_BYTES_MEMORY) others += bytes->size_bytes + 64; /* copied where they lie unaligned */
+      if (bytes->kind != EGI_BYTES_QUANTISED) continue;
+      if (bytes->quantised_tensor == EGI_QUANTISED_CODES) others -= bytes->quantisation->matrix.bytes.size_bytes;
+      wanted += egi_quantised_bytes(bytes->quantisation, (egi_quantised_tensor)bytes->quantised_tensor);
+    }
+    assert_true(wanted > 0);
+    assert_true(egi_bytes_in_use(ctx, EGI_PURPOSE_WEIGHTS) >= wanted);
+    assert_true(egi_bytes_in_use(ctx, EGI_PURPOSE_WEIGHTS) <= wanted + others);
+    for (int step = 0; step < 2; step++) api_must(ctx, eg_trainer_step(trainer, NULL));
+    values[k] = api_read(trainer, false, &n);
+    eg_trainer_destroy(trainer);
+    eg_dataset_destroy(dataset);
+    eg_model_destroy(model);
+    eg_context_destroy(ctx);
+  }
+  assert_memory_equal(values[0], values[1], n * sizeof(float));
+  free(values[0]);
+  free(values[1]);
+}
+
+/* One number of a matrix that the trainer quantised is none; returns the matrix's name in the model. */
+static const char *spoil(const eg_trainer *trainer, eg_model *model) {
+  const egi_module *module = trainer->machine.module;
+  const char *name = NULL;
+  for (uint32_t i = 1; i < module->n_weights && name == NULL; i++)
+    if (module->weights[i].bytes.kind == EGI_BYTES_QUANTISED) name = module->weights[i].bytes.quantisation->matrix.name;
+  assert_non_null(name);
+  for (uint32_t i = 1; i < model->module->n_weights; i++) {
+    egi_weight *weight = &model->module->weights[i];
+    if (strcmp(weight->name, name) != 0) continue;
+    float *copy = egi_arena_get(&model->module->arena, (size_t)weight->bytes.size_bytes, 1);
+    assert_non_null(copy);
+    memcpy(copy, weight->bytes.data, (size_t)weight->bytes.size_bytes);
+    copy[5] = NAN;
+    weight->bytes.data = (const uint8_t *)copy;
+    return weight->name;
+  }
+  return "no such weight";
+}
+
+static void test_refused(void **state) {
+  api_fixture *fixture = *state;
+  eg_model *model = load(fixture->ctx, models[0]);
+  eg_dataset *dataset = api_dataset(fixture->ctx, 4, 12);
+  eg_trainer *trainer;
+  eg_trainer_options options = quantised(EG_QUANT_NF4, 48, 1);
+  assert_int_equal(eg_trainer_create(model, dataset, &options, &trainer), EG_ERROR_ARGUMENT);
+  api_expect_error(fixture->ctx, "48");
+  options = quantised(EG_QUANT_NF4, 64, 1);
+  options.full = 1;
+  assert_int_equal(eg_trainer_create(model, dataset, &options, &trainer), EG_ERROR_ARGUMENT);
+  api_expect_error(fixture->ctx, "full");
+  options = quantised((eg_quant)7, 64, 1);
+  assert_int_equal(eg_trainer_create(model, dataset, &options, &trainer), EG_ERROR_ARGUMENT);
+  api_expect_error(fixture->ctx, "quant");
+  options = quantised(EG_QUANT_NF4, 64, 1);
+  api_must(fixture->ctx, eg_trainer_create(model, dataset, &options, &trainer));
+  const char *name = spoil(trainer, model);
+  eg_trainer_destroy(trainer);
+  assert_int_equal(eg_trainer_create(model, dataset, &options, &trainer), EG_ERROR_DATA);
+  api_expect_error(fixture->ctx, name);
+  eg_dataset_destroy(dataset);
+  eg_model_destroy(model);
+}
+
+/* Logits of a runner are those of its bodies of plain operators. */
+static void test_runner(void **state) {
+  api_fixture *fixture = *state;
+  eg_model *model = load(fixture->ctx, models[4]);
+  float sums[3] = {0, 0, 0};
+  const int64_t ids[6] = {3, 1, 4, 1, 5, 9};
+  for (int k = 0; k < 3; k++) {
+    eg_runner_options options = EG_RUNNER_OPTIONS_INIT;
+    eg_runner *runner;
+    options.quant = k < 2 ? EG_QUANT_NF4 : EG_QUANT_NONE;
+    options.no_fuse = k == 1;
+    const eg_tensor input = {.name = "input_ids", .dtype = EG_DTYPE_I64, .rank = 2, .dims = {1, 6}, .data = ids};
+    api_must(fixture->ctx, eg_runner_create(model, &options, &runner));
+    const eg_tensor *outputs = NULL;
+    size_t n_outputs = 0;
+    api_must(fixture->ctx, eg_runner_run(runner, &input, 1, &outputs, &n_outputs));
+    assert_true(n_outputs > 0);
+    for (int64_t i = 0; i < outputs[0].dims[2]; i++) sums[k] += ((const float *)outputs[0].data)[i] * (float)(i % 7);
+    eg_runner_destroy(runner);
+  }
+  assert_true(fabsf(sums[0] - sums[1]) <= 1e-4F * fabsf(sums[0]) + 1e-4F);
+  assert_true(fabsf(sums[0] - sums[2]) > 1e-3F);
+  eg_model_destroy(model);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {cmocka_unit_test_setup_teardown(test_curves, api_setup, api_teardown),
+                                     cmocka_unit_test_setup_teardown(test_left_alone, api_setup, api_teardown),
+                                     cmocka_unit_test_setup_teardown(test_memory, api_setup, api_teardown),
+                                     cmocka_unit_test_setup_teardown(test_refused, api_setup, api_teardown),
+                                     cmocka_unit_test_setup_teardown(test_runner, api_setup, api_teardown)};
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
