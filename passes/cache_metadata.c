@@ -37,10 +37,8 @@ static const char *check_sizes(cacher *c) {
 
 /* Positions and padding, by the names that exporters give them; what else an input holds is not known. */
 static bool is_known_input(const egi_value *value) {
-  static const char *const names[] = {"attention_mask", "input_mask",     "mask",          "position_ids",
-                                      "positions",      "cache_position", EGI_INPUT_LABELS};
-  bool is_known = false;
-  for (size_t i = 0; i < EGI_COUNT(names); i++) is_known = is_known || strcmp(names[i], value->name) == 0;
+  egi_input_kind kind = egi_input_kind_of(value->name);
+  bool is_known = kind == EGI_INPUT_MASK || kind == EGI_INPUT_POSITIONS || strcmp(value->name, EGI_INPUT_LABELS) == 0;
   return is_known && (value->rank == 1 || value->rank == 2);
 }
 
@@ -159,7 +157,7 @@ static eg_status replace_input(cacher *c, egi_value_id input) {
   const egi_value *value = &c->graph->values[input];
   int rank = value->rank;
   eg_dtype dtype = value->dtype;
-  bool is_positions = strstr(value->name, "position") != NULL;
+  bool is_positions = egi_input_kind_of(value->name) == EGI_INPUT_POSITIONS;
   const egi_attribute from = egi_attribute_int("start", 1);
   egi_emitter *emit = &c->emit;
   egi_value_id length = egi_emit(emit, EGI_OP_Shape, &c->packing.tokens, 1, &from, 1), made;

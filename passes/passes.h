@@ -210,6 +210,15 @@ bool egi_loss_is_of_documents(eg_loss loss);
 eg_status egi_append_document_loss(egi_graph *graph, const egi_adapt_options *adapt, egi_value_id *out_loss);
 /* Whether the logits are those of the last position alone; the message says so (in `arena`). */
 bool egi_has_pruned_head(const egi_graph *graph, egi_arena *arena, const char **out_message);
+/* What an input holds by its name (passes/inputs.def); of what type and rank it is stands to be checked. */
+typedef enum egi_input_kind {
+  EGI_INPUT_OTHER,
+  EGI_INPUT_TOKENS,
+  EGI_INPUT_MASK,      /* 1 where a token is none of the padding */
+  EGI_INPUT_POSITIONS, /* of tokens, from 0 */
+  EGI_INPUT_TOKEN_TYPES
+} egi_input_kind;
+egi_input_kind egi_input_kind_of(const char *name);
 /* The token ids: the input "input_ids", or the only integer input of rank 2 that a Gather takes. */
 eg_status egi_find_token_input(const egi_graph *graph, egi_value_id *out_input);
 

@@ -11,7 +11,8 @@ static eg_status evaluate(tool *t, const eg_model *model, const eg_dataset *data
                                   (uint32_t)tokens,
                                   tool_is_given(t, OPTION_NO_FUSE),
                                   tool_objective(t),
-                                  {.is_wanted = false}};
+                                  {.is_wanted = false},
+                                  tool_packing(t)};
   tool_quant quant = tool_quantisation(t);
   EG_TRY(egi_quantise_options_make(t->ctx, quant.type, quant.block, quant.is_nested, &options.quantise));
   EG_TRY(egi_evaluate_model(model, &options, dataset->documents, &loss));

@@ -55,8 +55,9 @@ eg_status tool_write_file(tool *t, const char *path,
                           const void *object);
 int tool_write_stream(void *userdata, const void *bytes, size_t size_bytes); /* to a FILE */
 
-/* train_options.c: --loss, --pooling and --similarity-scale. */
+/* train_options.c: --loss, --pooling and --similarity-scale; --pack. */
 egi_objective tool_objective(const tool *t);
+eg_packing tool_packing(const tool *t);
 /* --quant, --quant-block and --double-quant. */
 typedef struct tool_quant {
   eg_quant type;

@@ -25,7 +25,7 @@ static eg_schedule parse_schedule(const char *text) {
 }
 
 /* Without the option documents are packed where the graph allows it. */
-static eg_packing parse_packing(tool *t) {
+eg_packing tool_packing(const tool *t) {
   const char *text = tool_text(t, OPTION_PACK);
   if (!tool_is_given(t, OPTION_PACK)) return EG_PACKING_AUTO;
   return strcmp(text, "off") == 0 ? EG_PACKING_OFF : strcmp(text, "bfd") == 0 ? EG_PACKING_BFD : EG_PACKING_SEQUENTIAL;
@@ -113,7 +113,7 @@ eg_status training_options(tool *t, eg_trainer_options *options) {
   options->loss = objective.loss;
   options->pooling = objective.pooling;
   options->similarity_scale = objective.similarity_scale;
-  options->packing = parse_packing(t);
+  options->packing = tool_packing(t);
   options->packing_cache = parse_packing_cache(t);
   options->checkpoint = parse_checkpoint(t);
   options->single_buffer = strcmp(tool_text(t, OPTION_DOUBLE_BUFFER), "off") == 0;

@@ -109,7 +109,8 @@ eg_status egi_evaluate_graph(egi_machine *machine, const egi_graph *graph, const
 /* ---- without a trainer ---- */
 
 static eg_status adapt(egi_machine *machine, const egi_peft *peft, const egi_documents *documents,
-                       egi_objective *objective, const egi_quantise_options *quantise, egi_arena *arena) {
+                       egi_evaluate_options *own, egi_arena *arena) {
+  egi_objective *objective = &own->objective;
   static const char *const names[] = {"append_loss", "quantize_base", "graft_adapters", "eliminate_dead"};
   egi_inputs inputs;
   egi_vocabulary vocabulary;
@@ -118,6 +119,7 @@ static eg_status adapt(egi_machine *machine, const egi_peft *peft, const egi_doc
   EG_TRY(egi_objective_choose(machine->graph, &inputs, documents, objective));
   EG_TRY(egi_vocabulary_find(machine->graph, &inputs, objective->loss, &vocabulary));
   EG_TRY(egi_vocabulary_check(machine->ctx, &vocabulary, documents));
+  EG_TRY(egi_machine_pack(machine, own->packing, objective->loss, own->tokens));
   if (peft != NULL) EG_TRY(egi_adapters_from_peft(machine->graph, peft, arena, &adapters));
   egi_adapt_options options = {.adapters = adapters.targets,
                                .n_adapters = adapters.count,
@@ -125,7 +127,7 @@ static eg_status adapt(egi_machine *machine, const egi_peft *peft, const egi_doc
                                .loss = objective->loss,
                                .pooling = objective->pooling,
                                .similarity_scale = objective->similarity_scale,
-                               .quantise = *quantise};
+                               .quantise = own->quantise};
   return egi_run_passes(machine->graph, names, EGI_COUNT(names), &options);
 }
 
@@ -139,15 +141,15 @@ eg_status egi_evaluate_model(const eg_model *model, const egi_evaluate_options *
   egi_machine machine;
   egi_arena arena;
   egi_peft *peft = NULL;
-  egi_objective objective = options->objective;
+  egi_evaluate_options own = *options;
   egi_arena_init(&arena, model->ctx, EGI_PURPOSE_DATA);
   if (options->adapter != NULL) EG_TRY(egi_peft_open(model->ctx, options->adapter, &peft));
   eg_status status = egi_machine_prepare(&machine, model, "cpu", EG_DTYPE_F32);
-  if (status == EG_OK) status = adapt(&machine, peft, documents, &objective, &options->quantise, &arena);
+  if (status == EG_OK) status = adapt(&machine, peft, documents, &own, &arena);
   if (status == EG_OK) status = egi_machine_specialise(&machine, NULL, options->is_expanded);
   if (status == EG_OK) status = allocate(&machine, peft);
   if (status == EG_OK)
-    status = egi_evaluate_graph(&machine, machine.graph, documents, options->tokens, objective.pooling, out_loss);
+    status = egi_evaluate_graph(&machine, machine.graph, documents, options->tokens, own.objective.pooling, out_loss);
   egi_machine_close(&machine);
   egi_peft_close(peft);
   egi_arena_clear(&arena);

@@ -8,18 +8,18 @@ typedef struct role_row {
   egi_feed role;
 } role_row;
 
-/* Names that exporters (torch.onnx, optimum, onnxruntime-genai) give. */
+/* Names that the adapt stage gives; those of exporters stand in passes/inputs.def. */
 static const role_row role_rows[] = {
-    {"input_ids", EGI_FEED_INPUT_IDS},         {"attention_mask", EGI_FEED_ATTENTION_MASK},
-    {"input_mask", EGI_FEED_ATTENTION_MASK},   {"mask", EGI_FEED_ATTENTION_MASK},
-    {"position_ids", EGI_FEED_POSITION_IDS},   {"positions", EGI_FEED_POSITION_IDS},
-    {"cache_position", EGI_FEED_POSITION_IDS}, {"token_type_ids", EGI_FEED_TOKEN_TYPES},
-    {"segment_ids", EGI_FEED_TOKEN_TYPES},     {"input_type_ids", EGI_FEED_TOKEN_TYPES},
-    {EGI_INPUT_LABELS, EGI_FEED_LABELS},       {EGI_INPUT_OFFSETS, EGI_FEED_OFFSETS},
-    {EGI_INPUT_CLASSES, EGI_FEED_CLASSES},     {EGI_INPUT_TOKEN_LABELS, EGI_FEED_TOKEN_LABELS},
-    {EGI_INPUT_NUMBERS, EGI_FEED_NUMBERS},     {EGI_INPUT_ROW_WEIGHTS, EGI_FEED_ROW_WEIGHTS},
-    {EGI_INPUT_POOLING, EGI_FEED_POOLING},     {EGI_INPUT_MATCHES, EGI_FEED_MATCHES},
-    {EGI_INPUT_PARTNERS, EGI_FEED_PARTNERS},   {EGI_INPUT_CANDIDATES, EGI_FEED_CANDIDATES}};
+    {EGI_INPUT_LABELS, EGI_FEED_LABELS},     {EGI_INPUT_OFFSETS, EGI_FEED_OFFSETS},
+    {EGI_INPUT_CLASSES, EGI_FEED_CLASSES},   {EGI_INPUT_TOKEN_LABELS, EGI_FEED_TOKEN_LABELS},
+    {EGI_INPUT_NUMBERS, EGI_FEED_NUMBERS},   {EGI_INPUT_ROW_WEIGHTS, EGI_FEED_ROW_WEIGHTS},
+    {EGI_INPUT_POOLING, EGI_FEED_POOLING},   {EGI_INPUT_MATCHES, EGI_FEED_MATCHES},
+    {EGI_INPUT_PARTNERS, EGI_FEED_PARTNERS}, {EGI_INPUT_CANDIDATES, EGI_FEED_CANDIDATES}};
+static const egi_feed kind_roles[] = {[EGI_INPUT_OTHER] = EGI_FEED_OTHER,
+                                      [EGI_INPUT_TOKENS] = EGI_FEED_INPUT_IDS,
+                                      [EGI_INPUT_MASK] = EGI_FEED_ATTENTION_MASK,
+                                      [EGI_INPUT_POSITIONS] = EGI_FEED_POSITION_IDS,
+                                      [EGI_INPUT_TOKEN_TYPES] = EGI_FEED_TOKEN_TYPES};
 
 static const egi_value *input_value(const egi_graph *graph, uint32_t input) {
   return &graph->values[graph->inputs[input]];
@@ -69,7 +69,8 @@ static egi_feed role_of(const egi_value *value) {
   if (is_cache(value)) return EGI_FEED_CACHE;
   for (size_t i = 0; i < EGI_COUNT(role_rows); i++)
     if (strcmp(role_rows[i].name, value->name) == 0 && fits(role_rows[i].role, value)) return role_rows[i].role;
-  return EGI_FEED_OTHER;
+  egi_feed role = kind_roles[egi_input_kind_of(value->name)];
+  return fits(role, value) ? role : EGI_FEED_OTHER;
 }
 
 /* An input under another name is the tokens when it is the only integer matrix without a role, or the only one that

@@ -80,6 +80,24 @@ eg_status egi_machine_specialise(egi_machine *machine, const egi_adapt_options *
   return egi_run_passes(machine->graph, names, EGI_COUNT(names), adapt);
 }
 
+eg_status egi_machine_pack(egi_machine *machine, eg_packing packing, eg_loss loss, uint32_t tokens) {
+  static const char *const names[] = {"cache_metadata"};
+  const egi_pipeline_options options = {.tokens = tokens};
+  egi_pass_report report = {0};
+  if (packing == EG_PACKING_OFF) return EG_OK;
+  if (egi_loss_is_of_documents(loss)) {
+    if (packing == EG_PACKING_AUTO) return EG_OK;
+    return egi_fail(machine->ctx, EG_ERROR_UNSUPPORTED,
+                    "documents cannot be packed: the loss is of whole documents, each needs a row");
+  }
+  EG_TRY(egi_passes_run(machine->graph, names, 1, &options, &report));
+  if (report.nearest_miss == NULL) return EG_OK;
+  if (packing != EG_PACKING_AUTO)
+    return egi_fail(machine->ctx, EG_ERROR_UNSUPPORTED, "documents cannot be packed: %s", report.nearest_miss);
+  egi_log(machine->ctx, EG_LOG_INFO, "documents are not packed, batches are padded: %s", report.nearest_miss);
+  return EG_OK;
+}
+
 eg_status egi_machine_allocate(egi_machine *machine) {
   EG_TRY(egi_store_create(machine->ctx, machine->module, machine->backend, &machine->store));
   EG_TRY(egi_store_make_pools(machine->store));

@@ -179,6 +179,9 @@ typedef struct egi_machine {
 eg_status egi_machine_prepare(egi_machine *machine, const eg_model *model, const char *device, eg_dtype dtype);
 /* The same for inputs of any kind: caches stay, and masks that follow positions. */
 eg_status egi_machine_prepare_general(egi_machine *machine, const eg_model *model, const char *device, eg_dtype dtype);
+/* Before the loss is appended: documents share rows of `tokens` where the graph allows it. Where it does not, batches
+ * are padded and the log says why, or who asked for rows is told why. */
+eg_status egi_machine_pack(egi_machine *machine, eg_packing packing, eg_loss loss, uint32_t tokens);
 /* Mixtures of experts become what is executed; or, with --no-fuse, all fused operators become their bodies. After the
  * adapt stage, before differentiation and allocation. */
 eg_status egi_machine_specialise(egi_machine *machine, const egi_adapt_options *adapt, bool is_expanded);
@@ -362,6 +365,7 @@ typedef struct egi_evaluate_options {
   bool is_expanded;    /* fused operators as their bodies */
   egi_objective objective;
   egi_quantise_options quantise;
+  eg_packing packing;
 } egi_evaluate_options;
 /* Mean loss over `documents` of the model without a trainer. */
 eg_status egi_evaluate_model(const eg_model *model, const egi_evaluate_options *options, const egi_documents *documents,

@@ -131,26 +131,6 @@ static eg_status check_static(const egi_graph *graph) {
   return EG_OK;
 }
 
-/* Documents share rows where the graph allows it; where it does not, batches are padded, or the trainer's maker who
- * asked for rows is told why. */
-static eg_status pack_graph(eg_trainer *trainer) {
-  static const char *const names[] = {"cache_metadata"};
-  const egi_pipeline_options options = {.tokens = trainer->options.tokens};
-  egi_pass_report report = {0};
-  if (trainer->options.packing == EG_PACKING_OFF) return EG_OK;
-  if (egi_loss_is_of_documents(trainer->objective.loss)) {
-    if (trainer->options.packing == EG_PACKING_AUTO) return EG_OK;
-    return egi_fail(trainer->ctx, EG_ERROR_UNSUPPORTED,
-                    "documents cannot be packed: the loss is of whole documents, each needs a row");
-  }
-  EG_TRY(egi_passes_run(trainer->machine.graph, names, 1, &options, &report));
-  if (report.nearest_miss == NULL) return EG_OK;
-  if (trainer->options.packing != EG_PACKING_AUTO)
-    return egi_fail(trainer->ctx, EG_ERROR_UNSUPPORTED, "documents cannot be packed: %s", report.nearest_miss);
-  egi_log(trainer->ctx, EG_LOG_INFO, "documents are not packed, batches are padded: %s", report.nearest_miss);
-  return EG_OK;
-}
-
 eg_status egi_differentiate(egi_graph *graph, uint32_t tiles) {
   static const char *const names[] = {"tile_rows", "differentiate", "eliminate_common", "eliminate_dead"};
   const egi_checkpoint_options checkpoints = {.tiles = tiles};
@@ -166,7 +146,7 @@ eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
                     "the graph has a loss already (\"%s\"): train the model it was made of", EGI_INPUT_LABELS);
   EG_TRY(check_static(machine->graph));
   EG_TRY(choose_objective(trainer));
-  EG_TRY(pack_graph(trainer));
+  EG_TRY(egi_machine_pack(machine, trainer->options.packing, trainer->objective.loss, trainer->options.tokens));
   EG_TRY(choose_adapters(trainer, peft));
   egi_adapt_options adapt = {.adapters = trainer->adapters.targets,
                              .n_adapters = trainer->adapters.count,

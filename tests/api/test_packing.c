@@ -141,6 +141,37 @@ static double difference(const float *a, const float *b, size_t count) {
   return sqrt(sum / size);
 }
 
+/* What `engraft eval` says of documents in rows, or padded, is what it says of each alone. */
+static void check_evaluation(api_fixture *fixture, const char *config, bool is_expanded) {
+  eg_context *ctx = fixture->ctx;
+  eg_model *model = make_model(fixture, config);
+  double sum = 0.0, n_targets = 0.0, loss;
+  egi_evaluate_options options = {.tokens = ROW, .is_expanded = is_expanded, .packing = EG_PACKING_OFF};
+  for (size_t d = 0; d < N_DOCUMENTS; d++) {
+    if (lengths[d] == 1) continue;
+    eg_dataset *dataset = make_dataset(ctx, d, d + 1);
+    api_must(ctx, egi_evaluate_model(model, &options, dataset->documents, &loss));
+    sum += loss * (lengths[d] - 1);
+    n_targets += lengths[d] - 1;
+    eg_dataset_destroy(dataset);
+  }
+  eg_dataset *dataset = make_dataset(ctx, 0, N_DOCUMENTS);
+  for (int packing = EG_PACKING_AUTO; packing <= EG_PACKING_OFF; packing++) {
+    options.packing = (eg_packing)packing;
+    api_must(ctx, egi_evaluate_model(model, &options, dataset->documents, &loss));
+    if (!(fabs(loss - sum / n_targets) <= 1e-5 * loss))
+      fail_msg("%s: %d: %.9g, not %.9g", config, packing, loss, sum / n_targets);
+  }
+  eg_dataset_destroy(dataset);
+  eg_model_destroy(model);
+}
+
+static void evaluation_packs(void **state) {
+  for (size_t i = 0; i < EGI_COUNT(configs); i++)
+    for (int is_expanded = 0; is_expanded <= 1; is_expanded++) check_evaluation(*state, configs[i], is_expanded != 0);
+  for (size_t i = 0; i < EGI_COUNT(files); i++) check_evaluation(*state, files[i], false);
+}
+
 /* Each document alone, against rows (and padded batches, so that the test itself is held). */
 static void check_model(api_fixture *fixture, const char *config, bool is_full, bool is_expanded) {
   static const eg_packing kinds[] = {EG_PACKING_SEQUENTIAL, EG_PACKING_BFD, EG_PACKING_OFF};
@@ -297,6 +328,7 @@ int main(void) {
       cmocka_unit_test_setup_teardown(test_threads, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_evaluation, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_positions_end, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(evaluation_packs, api_setup, api_teardown),
   };
   return cmocka_run_group_tests_name("packing", tests, NULL, NULL);
 }
