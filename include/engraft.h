@@ -457,6 +457,7 @@ typedef enum eg_export_format {
   EG_EXPORT_MERGED,       /* the model with the adapter added to its weights, one ONNX file */
   EG_EXPORT_ONNX_ADAPTER, /* an .onnx_adapter file for onnxruntime, and the model with inputs that take it: each
                              module's PATH.lora_A.weight [in, r] and PATH.lora_B.weight [r, out], which have defaults */
+  EG_EXPORT_GGUF          /* an adapter for llama.cpp */
 } eg_export_format;
 
 typedef struct eg_export_options {
@@ -466,14 +467,16 @@ typedef struct eg_export_options {
                       merged  model F32. Merged in 16 bits, matrices are stored so and computed with in float32 */
   int is_portable; /* PEFT: plain LoRA of one rank with alpha = rank, for readers that know no more: the scale is folded
                       into B, smaller ranks are filled up with zeros */
+  const char *architecture; /* GGUF: llama.cpp's name of the base's architecture, or "model_type" of its config.json;
+                               NULL: what the graph looks like */
 } eg_export_options;
 #define EG_EXPORT_OPTIONS_INIT \
-  { sizeof(eg_export_options), EG_EXPORT_PEFT, EG_DTYPE_UNDEFINED, 0 }
+  { sizeof(eg_export_options), EG_EXPORT_PEFT, EG_DTYPE_UNDEFINED, 0, NULL }
 
 /* Checks the PEFT folder `adapter` against the model and writes it in another form. `path` is a folder for
  * EG_EXPORT_PEFT; for the others the file, or a folder when it has not the format's ending (.onnx,
- * .onnx_adapter; the base of NAME.onnx_adapter is NAME.onnx, in a folder they are adapter.onnx_adapter and model.onnx).
- * EG_ERROR_DATA names missing, extra and misshapen tensors; EG_ERROR_UNSUPPORTED, _IO, _MEMORY. */
+ * .gguf, .onnx_adapter; the base of NAME.onnx_adapter is NAME.onnx, in a folder they are adapter.onnx_adapter and
+ * model.onnx). EG_ERROR_DATA names missing, extra and misshapen tensors; EG_ERROR_UNSUPPORTED, _IO, _MEMORY. */
 EG_API eg_status eg_model_export_adapter(const eg_model *model, const char *adapter, const eg_export_options *options,
                                          const char *path);
 

@@ -94,6 +94,17 @@ eg_status egi_peft_write(eg_context *ctx, const char *directory, const egi_peft_
 /* Parameters of a graph's inputs by name, for onnxruntime's LoraAdapter; at most 2 GiB. */
 eg_status egi_onnx_adapter_write(eg_context *ctx, const char *path, const egi_safetensor *tensors, size_t count);
 
+/* ---- GGUF ----------------------------------------------------------------------------------------------------- */
+
+/* A LoRA adapter for llama.cpp. */
+typedef struct egi_gguf_adapter {
+  const char *architecture; /* general.architecture of the base */
+  double alpha;
+  egi_safetensor *tensors; /* f32, f16 or bf16 */
+  size_t count;
+} egi_gguf_adapter;
+eg_status egi_gguf_write_adapter(eg_context *ctx, const char *path, const egi_gguf_adapter *adapter);
+
 /* ---- datasets ------------------------------------------------------------------------------------------------- */
 
 /* What documents are trained on. */

@@ -2,6 +2,9 @@
 #include "tools/tool.h"
 
 #include <string.h>
+#include <unistd.h>
+
+#include <jansson.h>
 
 /* Without --dtype: as in the adapter's own file, a merged model in float32. */
 static eg_dtype parse_dtype(tool *t) {
@@ -11,8 +14,24 @@ static eg_dtype parse_dtype(tool *t) {
 }
 
 static eg_export_format parse_format(const char *text) {
+  if (strcmp(text, "gguf") == 0) return EG_EXPORT_GGUF;
   if (strcmp(text, "onnx_adapter") == 0) return EG_EXPORT_ONNX_ADAPTER;
   return strcmp(text, "merged") == 0 ? EG_EXPORT_MERGED : EG_EXPORT_PEFT;
+}
+
+/* "model_type" of the config.json beside the model; NULL where there is none. */
+static eg_status find_model_type(tool *t, const char **out_type) {
+  char *directory = egi_path_directory(&t->arena, t->model);
+  const char *path = directory != NULL ? egi_path_join(&t->arena, directory, "config.json") : NULL;
+  egi_json json = {t->ctx, path, NULL};
+  *out_type = NULL;
+  if (path == NULL) return EG_ERROR_MEMORY;
+  if (access(path, R_OK) != 0) return EG_OK;
+  EG_TRY(egi_json_read(t->ctx, path, &json.object));
+  eg_status status = egi_json_string(&json, "model_type", out_type);
+  if (status == EG_OK && *out_type != NULL) *out_type = egi_arena_copy_text(&t->arena, *out_type, strlen(*out_type));
+  json_decref(json.object);
+  return status;
 }
 
 int tool_export(tool *t) {
@@ -26,7 +45,9 @@ int tool_export(tool *t) {
   options.dtype = parse_dtype(t);
   if (options.is_portable && options.format != EG_EXPORT_PEFT)
     return tool_fail_usage(t, "--portable is a form of --format peft");
-  eg_status status = tool_load_model(t, &model);
+  eg_status status = EG_OK;
+  if (options.format == EG_EXPORT_GGUF) status = find_model_type(t, &options.architecture);
+  if (status == EG_OK) status = tool_load_model(t, &model);
   if (status == EG_OK)
     status = eg_model_export_adapter(model, tool_text(t, OPTION_ADAPTER), &options, tool_text(t, OPTION_OUTPUT));
   eg_model_destroy(model);

@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-eg_status egi_lora_read(const egi_export *export_, size_t index, egi_arena *arena, egi_lora *out_lora) {
+eg_status egi_lora_read(const egi_export *export_, size_t index, double factor, egi_arena *arena, egi_lora *out_lora) {
   const egi_adapter_target *target = &export_->adapters.targets[index];
   const egi_safetensor *tensors[2];
   float *values[2];
@@ -20,8 +20,12 @@ eg_status egi_lora_read(const egi_export *export_, size_t index, egi_arena *aren
   }
   *out_lora = (egi_lora){target->path, target->rank, tensors[0]->dims[1], tensors[1]->dims[0], values[0], values[1]};
   for (int64_t i = 0; i < out_lora->out_features * (int64_t)target->rank; i++)
-    out_lora->b[i] = (float)((double)out_lora->b[i] * target->scale);
+    out_lora->b[i] = (float)((double)out_lora->b[i] * factor);
   return EG_OK;
+}
+
+eg_status egi_lora_read_scaled(const egi_export *export_, size_t index, egi_arena *arena, egi_lora *out_lora) {
+  return egi_lora_read(export_, index, export_->adapters.targets[index].scale, arena, out_lora);
 }
 
 eg_status egi_convert_floats(egi_arena *arena, const float *values, uint64_t count, eg_dtype dtype,
@@ -60,7 +64,7 @@ static eg_status add_padded(egi_export *export_, const float *values, int64_t ro
 static eg_status add_portable(egi_export *export_, size_t index, uint32_t rank, egi_safetensor tensors[2]) {
   egi_lora lora;
   eg_dtype dtype = export_->options->dtype != EG_DTYPE_UNDEFINED ? export_->options->dtype : EG_DTYPE_F32;
-  EG_TRY(egi_lora_read(export_, index, &export_->arena, &lora));
+  EG_TRY(egi_lora_read_scaled(export_, index, &export_->arena, &lora));
   for (int i = 0; i < 2; i++) {
     tensors[i] = (egi_safetensor){.dtype = dtype, .rank = 2};
     tensors[i].name =
@@ -132,7 +136,7 @@ static eg_status check_options(eg_context *ctx, const eg_export_options *options
   eg_dtype dtype = options->dtype;
   bool is_known =
       dtype == EG_DTYPE_UNDEFINED || dtype == EG_DTYPE_F32 || dtype == EG_DTYPE_F16 || dtype == EG_DTYPE_BF16;
-  if (options->format < EG_EXPORT_PEFT || options->format > EG_EXPORT_ONNX_ADAPTER)
+  if (options->format < EG_EXPORT_PEFT || options->format > EG_EXPORT_GGUF)
     return egi_fail(ctx, EG_ERROR_ARGUMENT, "export options: format is out of range");
   if (!is_known) return egi_fail(ctx, EG_ERROR_ARGUMENT, "export options: dtype is none of f32, f16, bf16");
   if (options->is_portable && options->format != EG_EXPORT_PEFT)
@@ -148,6 +152,8 @@ static eg_status write(egi_export *export_, const char *path) {
     return egi_export_merged(export_, path);
   case EG_EXPORT_ONNX_ADAPTER:
     return egi_export_onnx_adapter(export_, path);
+  case EG_EXPORT_GGUF:
+    return egi_export_gguf(export_, path);
   }
   return EG_ERROR_ARGUMENT;
 }

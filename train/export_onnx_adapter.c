@@ -220,7 +220,7 @@ static eg_status make_tensors(grafter *g, size_t index, egi_safetensor tensors[2
   egi_export *export_ = g->merge.export_;
   eg_dtype dtype = export_->options->dtype != EG_DTYPE_UNDEFINED ? export_->options->dtype : EG_DTYPE_F32;
   egi_lora lora;
-  EG_TRY(egi_lora_read(export_, g->merge.adapter_of[index], &g->merge.arena, &lora));
+  EG_TRY(egi_lora_read_scaled(export_, g->merge.adapter_of[index], &g->merge.arena, &lora));
   const int64_t rows[2] = {lora.rank, lora.out_features}, columns[2] = {lora.in_features, lora.rank};
   for (int i = 0; i < 2; i++) {
     const float *values = i == 0 ? lora.a : lora.b;

@@ -151,7 +151,7 @@ static eg_status add_adapter(const egi_merge *merge, size_t index, float *matrix
   egi_arena arena;
   egi_lora lora;
   egi_arena_init(&arena, merge->module->ctx, EGI_PURPOSE_DATA);
-  eg_status status = egi_lora_read(merge->export_, merge->adapter_of[index], &arena, &lora);
+  eg_status status = egi_lora_read_scaled(merge->export_, merge->adapter_of[index], &arena, &lora);
   if (status == EG_OK) {
     addition sum = {.matrix = matrix + first, .columns = lora.out_features, .row_stride = n_out, .rank = lora.rank};
     if (is_out_first)

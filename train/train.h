@@ -382,14 +382,17 @@ typedef struct egi_export {
   egi_peft *peft;
   egi_adapters adapters;
 } egi_export;
-/* One of its modules: y + (x · Aᵀ) · Bᵀ, the scale folded into B. */
+/* One of its modules: y + scale · (x · Aᵀ) · Bᵀ. */
 typedef struct egi_lora {
   const char *path;
   uint32_t rank;
   int64_t in_features, out_features;
   float *a, *b; /* [rank, in], [out, rank] */
 } egi_lora;
-eg_status egi_lora_read(const egi_export *export_, size_t index, egi_arena *arena, egi_lora *out_lora);
+/* B times `factor`; the module's own scale leaves none to multiply with. */
+eg_status egi_lora_read(const egi_export *export_, size_t index, double factor, egi_arena *arena, egi_lora *out_lora);
+/* With its own scale in B. */
+eg_status egi_lora_read_scaled(const egi_export *export_, size_t index, egi_arena *arena, egi_lora *out_lora);
 /* Numbers in another floating type of 16 or 32 bits, in new memory of the arena. */
 eg_status egi_convert_floats(egi_arena *arena, const float *values, uint64_t count, eg_dtype dtype,
                              const uint8_t **out_bytes, uint64_t *out_size);
@@ -401,6 +404,7 @@ eg_status egi_export_adapter(const eg_model *model, const char *adapter, const e
                              const char *path);
 eg_status egi_export_merged(egi_export *export_, const char *path);
 eg_status egi_export_onnx_adapter(egi_export *export_, const char *path);
+eg_status egi_export_gguf(egi_export *export_, const char *path);
 
 /* export_target.c: the graph that is changed and written. */
 typedef struct egi_export_target {

@@ -175,6 +175,90 @@ static void test_onnx_adapter(void **state) {
   check_base(*state, "llama/model.genai-int4.onnx", "k_proj,gate_proj", 4);
 }
 
+/* ---- GGUF ---- */
+
+/* The file holds this text; fewer than a few kilobytes are looked through. */
+static bool holds(const egi_mapping *mapping, const char *text) {
+  size_t length = strlen(text);
+  for (size_t i = 0; i + length <= mapping->size_bytes; i++)
+    if (memcmp(mapping->data + i, text, length) == 0) return true;
+  return false;
+}
+
+static void check_gguf(api_fixture *fixture, const trained *t, const char *architecture, const char *const *texts) {
+  char path[256];
+  egi_mapping mapping;
+  eg_export_options options = EG_EXPORT_OPTIONS_INIT;
+  options.format = EG_EXPORT_GGUF;
+  options.architecture = architecture;
+  api_path(fixture, path, sizeof path, "adapter.gguf");
+  api_must(fixture->ctx, eg_model_export_adapter(t->model, t->adapter, &options, path));
+  api_must(fixture->ctx, egi_mapping_open(fixture->ctx, path, &mapping));
+  for (; *texts != NULL; texts++)
+    if (!holds(&mapping, *texts)) fail_msg("%s is not in the file", *texts);
+  egi_mapping_close(&mapping);
+}
+
+/* The rows of B as they are, and as the llama architecture has them: [heads, 2, half] -> [heads, half, 2]. */
+static void check_rows(api_fixture *fixture, const trained *t) {
+  enum { HEADS = 4, HALF = 2, RANK = 3 };
+  char path[256];
+  egi_peft *peft;
+  egi_mapping mapping;
+  float rows[HEADS * 2 * HALF * RANK];
+  api_must(fixture->ctx, egi_peft_open(fixture->ctx, t->adapter, &peft));
+  const egi_safetensor *b =
+      egi_safetensors_find(peft->tensors, "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight");
+  assert_int_equal(b->size_bytes, sizeof rows);
+  memcpy(rows, b->data, sizeof rows);
+  for (int is_permuted = 0; is_permuted < 2; is_permuted++) {
+    static const char *const none[] = {NULL};
+    float expected[EGI_COUNT(rows)];
+    check_gguf(fixture, t, is_permuted ? "llama" : "qwen3", none);
+    for (int h = 0; h < HEADS; h++)
+      for (int part = 0; part < 2; part++)
+        for (int i = 0; i < HALF; i++) {
+          int from = (h * 2 + part) * HALF + i, to = is_permuted ? (h * HALF + i) * 2 + part : from;
+          memcpy(expected + to * RANK, rows + from * RANK, RANK * sizeof *rows);
+        }
+    api_path(fixture, path, sizeof path, "adapter.gguf");
+    api_must(fixture->ctx, egi_mapping_open(fixture->ctx, path, &mapping));
+    bool is_found = false;
+    for (size_t at = 0; at + sizeof expected <= mapping.size_bytes && !is_found; at += 32)
+      is_found = memcmp(mapping.data + at, expected, sizeof expected) == 0;
+    assert_true(is_found);
+    egi_mapping_close(&mapping);
+  }
+  egi_peft_close(peft);
+}
+
+static void test_gguf(void **state) {
+  static const char *const llama[] = {"llama", "adapter.lora.alpha", "blk.0.attn_q.weight.lora_a",
+                                      "blk.1.ffn_down.weight.lora_b", NULL};
+  static const char *const gpt2[] = {"gpt2", "blk.0.attn_qkv.weight.lora_a", "blk.1.ffn_up.weight.lora_b", NULL};
+  static const char *const gpt_oss[] = {"gpt-oss", "blk.0.attn_output.weight.lora_a", NULL};
+  static const char *const qwen3[] = {"qwen3", "blk.0.attn_k.weight.lora_a", NULL};
+  static const char *const qwen2[] = {"qwen2", "blk.0.attn_k.weight.lora_a", NULL};
+  api_fixture *fixture = *state;
+  trained t = train(fixture, api_model(fixture, fixture->ctx), "all-linear");
+  check_gguf(fixture, &t, NULL, llama);
+  check_gguf(fixture, &t, "mistral", llama);
+  check_rows(fixture, &t);
+  drop(&t);
+  const struct {
+    const char *name;
+    const char *const *texts;
+  } files[] = {{"gpt2/model.dynamo-op20-eager.onnx", gpt2},
+               {"gpt_oss/model.genai-float32.onnx", gpt_oss},
+               {"qwen3/model.genai-float32.onnx", qwen3},
+               {"qwen2/model.dynamo-op20-eager.onnx", qwen2}};
+  for (size_t i = 0; i < EGI_COUNT(files); i++) {
+    t = train(fixture, load(fixture, files[i].name), "all-linear");
+    check_gguf(fixture, &t, NULL, files[i].texts);
+    drop(&t);
+  }
+}
+
 /* ---- PEFT ---- */
 
 static void test_portable(void **state) {
@@ -247,6 +331,7 @@ int main(void) {
       cmocka_unit_test_setup_teardown(test_types, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_tied_head, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_onnx_adapter, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_gguf, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_portable, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_refused, api_setup, api_teardown),
   };

@@ -87,7 +87,6 @@ bad 1 'the regular expression "(q"' train model.onnx --data data.jsonl --out run
 bad 1 'rank pattern: "q_proj" is not NAME=NUMBER' train model.onnx --data data.jsonl --out run --rank-pattern q_proj
 bad 1 'no adapter is named "lm_head"' train model.onnx --data data.jsonl --out run --alpha-pattern lm_head=3
 bad 1 'plan' plan model.onnx
-bad 1 '--format gguf' export model.onnx --adapter run --format gguf -o other
 bad 2 '--weights and --random-weights' new --config config.json --weights . --random-weights 1 -o other.onnx
 bad 2 '--config is missing' new --random-weights 1 -o other.onnx
 
@@ -218,6 +217,11 @@ bad 2 '--portable is a form of' export model.onnx --adapter run --format merged 
 absent merged.onnx
 good eval model.onnx --data data.jsonl --adapter run --json
 adapted=$(cut -c 1-14 out)
+good export model.onnx --adapter run --format gguf --dtype f16 -o adapter.gguf
+holds adapter.gguf 'blk\.0\.attn_q\.weight\.lora_a'
+good export model.onnx --adapter run --format onnx_adapter -o lora
+there lora/adapter.onnx_adapter
+good eval lora/model.onnx --data data.jsonl
 for dtype in f32 f16 bf16; do
   good export model.onnx --adapter run --format merged --dtype $dtype -o merged/$dtype
   good eval merged/$dtype/model.onnx --data data.jsonl --json

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Exported adapters in other people's hands: onnxruntime computes with the merged model, and with the base that takes
 the .onnx_adapter file, what engraft computes with the adapter; onnx's checker accepts both files; without the adapter
-the base computes what the model does.
+the base computes what the model does. Where gguf is installed, its reader finds the tensors that llama.cpp's converter
+writes: ggml's names, and the products of the adapter in the layout that the converter gives the base.
 
 usage: exports.py ENGRAFT SCRATCH MODEL...     exit 77 = skipped
 """
@@ -14,6 +15,11 @@ try:
 except (ImportError, AttributeError) as problem:
     print("skipped:", problem)
     sys.exit(77)
+
+try:
+    import gguf
+except ImportError:
+    gguf = None
 
 TOLERANCE = 1e-4
 OWN_OPERATORS = {"SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"}  # onnxruntime's, in ONNX's domain
@@ -79,14 +85,50 @@ def check_file(path):
     return model
 
 
+def converted(delta, architecture, module, structure):
+    """As convert_hf_to_gguf.py lays out the matrix of that module."""
+    heads = {"q_proj": structure["heads"], "k_proj": structure["kv_heads"]}.get(module.rsplit(".", 1)[-1])
+    if architecture == "llama" and heads:
+        delta = delta.reshape(heads, 2, -1, delta.shape[1]).swapaxes(1, 2).reshape(delta.shape)
+    return delta
+
+
+def check_gguf(engraft, path, scratch, structure):
+    if gguf is None:
+        return "gguf not installed"
+    run(engraft, "export", path, "--adapter", f"{scratch}/adapter", "--format", "gguf", "-o", f"{scratch}/a.gguf")
+    reader, tensors = gguf.GGUFReader(f"{scratch}/a.gguf"), load_file(f"{scratch}/adapter/adapter_model.safetensors")
+    config = json.load(open(f"{scratch}/adapter/adapter_config.json"))
+    field = lambda name: reader.fields[name].contents()
+    architecture, alpha = field("general.architecture"), field("adapter.lora.alpha")
+    if (field("general.type"), field("adapter.type")) != ("adapter", "lora"):
+        raise RuntimeError("gguf: not a LoRA adapter")
+    names = gguf.get_tensor_name_map({v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[architecture], 64)
+    found, seen = {tensor.name: tensor.data for tensor in reader.tensors}, set()
+    for key in tensors:
+        if not key.endswith(".lora_A.weight"):
+            continue
+        module = key[len("base_model.model."):-len(".lora_A.weight")]
+        name = names.get_name(module + ".weight", try_suffixes=(".weight",))
+        a, b = found[name + ".lora_a"], found[name + ".lora_b"]
+        delta = config["lora_alpha"] / config["r"] * (tensors[key.replace("lora_A", "lora_B")] @ tensors[key])
+        error = np.abs(alpha / a.shape[0] * (b @ a) - converted(delta, architecture, module, structure)).max()
+        if not error <= 1e-6:
+            raise RuntimeError(f"gguf: {name} differs by {error:.1e}")
+        seen |= {name + ".lora_a", name + ".lora_b"}
+    if seen != set(found):
+        raise RuntimeError(f"gguf: {sorted(seen ^ set(found))}")
+    return f"gguf {architecture}"
+
+
 def check(engraft, path, scratch):
     train(engraft, path, scratch)
     ids = np.random.default_rng(1).integers(0, 48, (2, 7))
     plain = own_logits(engraft, path, ids, scratch)
     adapted = own_logits(engraft, path, ids, scratch, "--adapter", f"{scratch}/adapter")
     report = subprocess.run([engraft, "inspect", path, "--json"], capture_output=True, text=True, check=True)
-    head_dim = json.loads(report.stdout)["structure"]["head_dim"]
-    distances = []
+    structure = json.loads(report.stdout)["structure"]
+    head_dim, distances = structure["head_dim"], [check_gguf(engraft, path, scratch, structure)]
     try:
         original = onnx.load(path)
         session_of(original).run(["logits"], feeds_of(original, ids, head_dim))
