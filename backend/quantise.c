@@ -37,12 +37,37 @@ static float half_at(eg_dtype dtype, const uint8_t *bytes) {
   return dtype == EG_DTYPE_F16 ? egi_f16_to_f32(bits) : egi_bf16_to_f32(bits);
 }
 
+/* Contiguous bfloat16: the upper half of a float32. */
+static void widen_bf16(const uint8_t *bytes, size_t n, float *out) {
+  enum { RUN = 32 };
+  size_t done = 0;
+  for (; done + RUN <= n; done += RUN) {
+    uint16_t narrow[RUN];
+    uint32_t wide[RUN];
+    memcpy(narrow, bytes + 2 * done, sizeof narrow);
+    for (int i = 0; i < RUN; i++) wide[i] = (uint32_t)narrow[i] << 16;
+    memcpy(out + done, wide, sizeof wide);
+  }
+  for (; done < n; done++) out[done] = half_at(EG_DTYPE_BF16, bytes + 2 * done);
+}
+
 /* n elements `stride` apart, from any alignment. */
 static void read_run(eg_dtype dtype, const uint8_t *bytes, uint64_t stride, size_t n, float *out) {
-  if (dtype == EG_DTYPE_F32 && stride == 1) memcpy(out, bytes, n * sizeof *out);
-  for (size_t i = 0; dtype == EG_DTYPE_F32 && stride != 1 && i < n; i++)
-    memcpy(&out[i], bytes + i * stride * sizeof *out, sizeof *out);
-  for (size_t i = 0; dtype != EG_DTYPE_F32 && i < n; i++) out[i] = half_at(dtype, bytes + i * stride * 2);
+  size_t element = egi_whole_bytes(dtype);
+  if (stride == 1 && dtype == EG_DTYPE_BF16) {
+    widen_bf16(bytes, n, out);
+    return;
+  }
+  if (stride == 1 && dtype == EG_DTYPE_F32) {
+    memcpy(out, bytes, n * sizeof *out);
+    return;
+  }
+  for (size_t i = 0; i < n; i++, bytes += stride * element) {
+    if (dtype == EG_DTYPE_F32)
+      memcpy(&out[i], bytes, sizeof *out);
+    else
+      out[i] = half_at(dtype, bytes);
+  }
 }
 
 /* Elements [first, first + n) of the flattened matrices. */

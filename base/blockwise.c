@@ -1,10 +1,9 @@
-/* Blockwise quantisation by tables. Loops over thresholds are outermost, over fixed runs of values innermost: those
- * vectorise, searches do not. */
+/* Blockwise quantisation by tables. Runs of fixed length without branches inside: those vectorise. */
 #include "base/blockwise.h"
 
 #include <string.h>
 
-enum { RUN = 32, N_NF4 = 15, N_FP4 = 7 };
+enum { RUN = 32, HALF = RUN / 2 };
 
 /* FP4: a sign, two bits of exponent, one of mantissa, scaled to [-1, 1]; NF4: quantiles of a normal distribution
  * (arXiv:2305.14314, appendix E). */
@@ -15,69 +14,71 @@ static const float levels_of[2][16] = {
      -0.18477343022823334F, -0.09105003625154495F, 0.0F, 0.07958029955625534F, 0.16093020141124725F,
      0.24611230194568634F, 0.33791524171829224F, 0.44070982933044434F, 0.5626170039176941F, 0.7229568362236023F, 1.0F}};
 
-/* A value above threshold i has at least the code i + 1; one that is equal keeps the lower code. */
-static const float nf4_thresholds[N_NF4] = {
-    -0.8480964004993439F,  -0.6106329262256622F,   -0.4599952697753906F, -0.33967943489551544F, -0.23460740596055984F,
-    -0.13791173323988914F, -0.045525018125772476F, 0.03979014977812767F, 0.1202552504837513F,   0.2035212516784668F,
-    0.2920137718319893F,   0.3893125355243683F,    0.5016634166240692F,  0.6427869200706482F,   0.8614784181118011F};
-
-/* Of magnitudes; the codes of rising magnitudes do not rise. */
-static const float fp4_thresholds[N_FP4] = {0.00260417F, 0.0859375F, 0.20833333F, 0.29166667F,
-                                            0.4166667F,  0.583333F,  0.8333333F};
-static const uint8_t fp4_codes[N_FP4 + 1] = {0, 1, 6, 7, 4, 5, 2, 3};
-enum { FP4_SIGN = 8 };
-
 const float *egi_four_bit_levels(egi_four_bit type) {
   return levels_of[type == EGI_FOUR_BIT_NF4];
 }
 
 /* ---- 4 bits ----------------------------------------------------------------------------------------------------- */
 
+/* The values, filled up with zeros. A copy of known length is a few moves. */
+static inline void copy_run(const float *values, size_t count, void *run) {
+  if (count == RUN) {
+    memcpy(run, values, RUN * sizeof *values);
+    return;
+  }
+  memset(run, 0, RUN * sizeof *values);
+  memcpy(run, values, count * sizeof *values);
+}
+
 /* The largest magnitude, by bits: for floats without a sign the order of numbers is that of their bits, and what is not
  * finite is above all that is. */
 static float largest(const float *values, size_t n) {
-  uint32_t lanes[RUN] = {0}, most = 0;
-  size_t done = 0;
-  for (; done + RUN <= n; done += RUN) {
-    uint32_t bits[RUN];
-    memcpy(bits, values + done, sizeof bits);
+  int32_t most = 0;
+  for (size_t done = 0; done < n; done += RUN) {
+    size_t count = n - done < RUN ? n - done : RUN;
+    int32_t bits[RUN], run_most = 0;
+    copy_run(values + done, count, bits);
     for (int i = 0; i < RUN; i++) {
-      uint32_t magnitude = bits[i] & 0x7fffffffU;
-      lanes[i] = magnitude > lanes[i] ? magnitude : lanes[i];
+      int32_t magnitude = bits[i] & 0x7fffffff;
+      run_most = magnitude > run_most ? magnitude : run_most;
     }
+    most = run_most > most ? run_most : most;
   }
-  for (; done < n; done++) {
-    uint32_t bits = 0;
-    memcpy(&bits, &values[done], sizeof bits);
-    if ((bits & 0x7fffffffU) > most) most = bits & 0x7fffffffU;
-  }
-  for (int i = 0; i < RUN; i++) most = lanes[i] > most ? lanes[i] : most;
   float result = 0.0F;
   memcpy(&result, &most, sizeof result);
   return result;
 }
 
-/* How many of the thresholds each value is above. */
-static void count_above(const float values[RUN], const float *thresholds, int n, int32_t counts[RUN]) {
-  memset(counts, 0, RUN * sizeof *counts);
-  for (int t = 0; t < n; t++) {
-    float threshold = thresholds[t];
-    for (int i = 0; i < RUN; i++) counts[i] += values[i] > threshold;
-  }
+/* The code is the number of thresholds that the value is above: one that is equal keeps the lower code. */
+static inline int32_t nf4_code(float x) {
+  return (x > -0.8480964004993439F) + (x > -0.6106329262256622F) + (x > -0.4599952697753906F) +
+         (x > -0.33967943489551544F) + (x > -0.23460740596055984F) + (x > -0.13791173323988914F) +
+         (x > -0.045525018125772476F) + (x > 0.03979014977812767F) + (x > 0.1202552504837513F) +
+         (x > 0.2035212516784668F) + (x > 0.2920137718319893F) + (x > 0.3893125355243683F) + (x > 0.5016634166240692F) +
+         (x > 0.6427869200706482F) + (x > 0.8614784181118011F);
 }
 
-static void encode_nf4(const float values[RUN], uint8_t codes[RUN]) {
-  int32_t counts[RUN];
-  count_above(values, nf4_thresholds, N_NF4, counts);
-  for (int i = 0; i < RUN; i++) codes[i] = (uint8_t)counts[i];
+/* Thresholds of magnitudes; the codes of the pairs 2, 4 and 6 fall where magnitudes rise. The sign is the bit of 8. */
+static inline int32_t fp4_code(float x) {
+  float magnitude = x < 0.0F ? -x : x;
+  int32_t rank = (magnitude > 0.00260417F) + (magnitude > 0.0859375F) + (magnitude > 0.20833333F) +
+                 (magnitude > 0.29166667F) + (magnitude > 0.4166667F) + (magnitude > 0.583333F) +
+                 (magnitude > 0.8333333F);
+  return ((8 - (rank & 6)) & 7) | (rank & 1) | (x < 0.0F) << 3;
 }
 
-static void encode_fp4(const float values[RUN], uint8_t codes[RUN]) {
-  int32_t counts[RUN];
-  float magnitudes[RUN];
-  for (int i = 0; i < RUN; i++) magnitudes[i] = values[i] < 0.0F ? -values[i] : values[i];
-  count_above(magnitudes, fp4_thresholds, N_FP4, counts);
-  for (int i = 0; i < RUN; i++) codes[i] = (uint8_t)(fp4_codes[counts[i]] + (values[i] < 0.0F ? FP4_SIGN : 0));
+static void encode_nf4(const float even[HALF], const float odd[HALF], uint8_t codes[HALF]) {
+  int32_t high[HALF], low[HALF];
+  for (int i = 0; i < HALF; i++) high[i] = nf4_code(even[i]);
+  for (int i = 0; i < HALF; i++) low[i] = nf4_code(odd[i]);
+  for (int i = 0; i < HALF; i++) codes[i] = (uint8_t)(high[i] << 4 | low[i]);
+}
+
+static void encode_fp4(const float even[HALF], const float odd[HALF], uint8_t codes[HALF]) {
+  int32_t high[HALF], low[HALF];
+  for (int i = 0; i < HALF; i++) high[i] = fp4_code(even[i]);
+  for (int i = 0; i < HALF; i++) low[i] = fp4_code(odd[i]);
+  for (int i = 0; i < HALF; i++) codes[i] = (uint8_t)(high[i] << 4 | low[i]);
 }
 
 /* Values are multiplied by the reciprocal of the scale, rounded: not divided. Of zeros that is no number, above no
@@ -86,16 +87,18 @@ float egi_four_bit_encode(egi_four_bit type, const float *values, size_t n, uint
   float scale = largest(values, n), factor = 1.0F / scale;
   for (size_t done = 0; done < n; done += RUN) {
     size_t count = n - done < RUN ? n - done : RUN;
-    float scaled[RUN] = {0.0F};
-    uint8_t run[RUN];
-    memcpy(scaled, values + done, count * sizeof *scaled);
-    for (int i = 0; i < RUN; i++) scaled[i] *= factor;
+    float run[RUN], even[HALF], odd[HALF];
+    uint8_t bytes[HALF];
+    copy_run(values + done, count, run);
+    for (int i = 0; i < HALF; i++) {
+      even[i] = run[2 * i] * factor;
+      odd[i] = run[2 * i + 1] * factor;
+    }
     if (type == EGI_FOUR_BIT_NF4)
-      encode_nf4(scaled, run);
+      encode_nf4(even, odd, bytes);
     else
-      encode_fp4(scaled, run);
-    for (size_t i = 0; i < (count + 1) / 2; i++)
-      codes[done / 2 + i] = (uint8_t)((unsigned)run[2 * i] << 4 | run[2 * i + 1]);
+      encode_fp4(even, odd, bytes);
+    memcpy(codes + done / 2, bytes, (count + 1) / 2);
   }
   return scale;
 }
@@ -140,13 +143,10 @@ void egi_dynamic_map(bool is_signed, float out_map[256]) {
 static uint8_t nearest(const float map[256], float value) {
   int place = 127, low = 0, high = 255;
   for (int step = 64; step > 0; step /= 2) {
-    if (value > map[place]) {
-      low = place;
-      place += step;
-    } else {
-      high = place;
-      place -= step;
-    }
+    bool is_above = value > map[place];
+    low = is_above ? place : low;
+    high = is_above ? high : place;
+    place += is_above ? step : -step;
   }
   if (value > map[place]) return (uint8_t)(value > (map[high] + map[place]) * 0.5F ? high : place);
   return (uint8_t)(value < (map[low] + map[place]) * 0.5F ? low : place);
