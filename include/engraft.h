@@ -370,8 +370,8 @@ struct eg_trainer_options {
   eg_packing packing;
   eg_packing_cache packing_cache;
   eg_checkpoint checkpoint;
-  uint64_t host_budget; /* bytes of host memory for what leaves the device; 0: what the machine has available beside
-                           memory_budget, UINT64_MAX: any */
+  uint64_t host_budget; /* bytes of host memory for what leaves the device, beside memory_budget; UINT64_MAX: any; 0:
+                           what the machine has available, for a device with memory of its own or OFFLOAD, else none */
   int single_buffer;    /* 1: what is offloaded is copied while its own block runs, not the next: for comparison */
   eg_loss loss;
   eg_pooling pooling;      /* of RANKING and COSINE */

@@ -3,7 +3,15 @@
  * into the block, so that nothing merges the copy with the first one or moves it forward. Numbers stay the same to the
  * bit. Precondition: a differentiated graph, execution order. Which values, checkpoint_ladder.c decides. Three sweeps;
  * a second run finds everything that it would make again made. */
+#include "graph/costs.h"
 #include "passes/checkpoint.h"
+
+enum { SMALL_PART = 16 };
+
+/* A value in host memory; what flows on as `behind` goes on when the copy is over. */
+typedef struct moved_value {
+  egi_value_id host, behind;
+} moved_value;
 
 typedef struct copier {
   egi_pass_run *run;
@@ -17,7 +25,8 @@ typedef struct copier {
   egi_value_id *copies;   /* by value: made again */
   egi_value_id *ordered;  /* by value: behind its Barrier */
   egi_value_id *reloaded; /* by value: back from the host */
-  egi_value_id *waiting;  /* by value: the Offload that has to be over before it goes on */
+  moved_value *moved;
+  uint32_t n_moved, moved_capacity;
 } copier;
 
 /* A value of the flow that will not be there. */
@@ -108,26 +117,65 @@ static egi_value_id group_input(const copier *c, uint32_t group) {
 
 /* The copy to the host may take as long as the group and the next one; the copy back begins with the backward pass of
  * the group behind it. Single-buffered, both have their own group's time alone. */
-static eg_status offload_group(copier *c, uint32_t group) {
+static eg_status move_value(copier *c, egi_value_id value, uint32_t group) {
   bool is_single = c->run->checkpoints && c->run->checkpoints->is_single_buffered;
   const egi_decisions *d = &c->decisions;
-  egi_value_id input = group_input(c, group), behind = group_input(c, group + (is_single ? 1 : 2));
+  egi_value_id behind = group_input(c, group + (is_single ? 1 : 2));
   uint32_t next = d->groups[group + (is_single ? 0 : 1)];
-  if (input == 0 || !c->is_read[input] || behind == 0) return EG_OK;
+  if (!c->is_read[value] || behind == 0) return EG_OK;
   c->emit.scope = c->blocks.blocks[d->groups[group]].scope;
-  egi_value_id host = egi_emit_unary(&c->emit, EGI_OP_Offload, input);
-  c->reloaded[input] = egi_emit_binary(&c->emit, EGI_OP_Reload, host, c->blocks.blocks[d->group_end[next]].gradient);
-  c->waiting[behind] = host;
+  egi_value_id host = egi_emit_unary(&c->emit, EGI_OP_Offload, value);
+  c->reloaded[value] = egi_emit_binary(&c->emit, EGI_OP_Reload, host, c->blocks.blocks[d->group_end[next]].gradient);
+  EG_TRY(c->emit.status);
+  EG_TRY(EGI_GROW(&c->arena, &c->moved, c->n_moved, &c->moved_capacity));
+  c->moved[c->n_moved++] = (moved_value){host, behind};
   c->run->report->n_matched++;
-  return c->emit.status;
+  return EG_OK;
 }
 
-/* What comes behind the group goes on when the copy is over: then its memory is free. */
+/* Less than a small part of what flows into the block is not worth a copy of its own. */
+static bool is_small(const copier *c, egi_value_id value, egi_value_id input) {
+  const egi_checkpoint_options *o = c->run->checkpoints;
+  uint64_t own = 0, all = 0;
+  if (!o || o->n_bindings == 0) return false;
+  if (egi_value_bytes(c->graph, value, o->bindings, o->n_bindings, &own) != EG_OK) return false;
+  if (egi_value_bytes(c->graph, input, o->bindings, o->n_bindings, &all) != EG_OK) return false;
+  return own < all / SMALL_PART;
+}
+
+/* What the node leaves to the backward pass. */
+static eg_status move_results(copier *c, egi_node_id id, uint32_t group) {
+  const egi_node node = c->graph->nodes[id]; /* rows move while nodes are added, lists do not */
+  for (unsigned i = 0; i < node.n_outputs; i++) {
+    egi_value_id value = node.outputs[i];
+    bool is_own = value != 0 && c->blocks.of_value[value] == c->blocks.of_node[id] && !is_gone(c, value);
+    if (is_own && !is_small(c, value, group_input(c, group))) EG_TRY(move_value(c, value, group));
+  }
+  return EG_OK;
+}
+
+static eg_status move_all(copier *c, egi_node_id n_nodes) {
+  const egi_decisions *d = &c->decisions;
+  uint32_t n_inputs = d->n_offloaded > d->n_moved ? d->n_offloaded : d->n_moved;
+  uint32_t *group_of = EGI_NEW(&c->arena, uint32_t, (size_t)c->blocks.count + 1); /* by block, from 1 */
+  if (!group_of) return EG_ERROR_MEMORY;
+  for (uint32_t group = 0; group < d->n_moved; group++) group_of[d->groups[group] + 1] = group + 1;
+  for (uint32_t group = 0; group < n_inputs; group++) EG_TRY(move_value(c, group_input(c, group), group));
+  for (egi_node_id id = 1; id < n_nodes; id++) {
+    uint32_t group = group_of[c->blocks.of_node[id]];
+    if (group != 0) EG_TRY(move_results(c, id, group - 1));
+  }
+  return EG_OK;
+}
+
+/* What comes behind a group goes on when its copies are over: then their memory is free. */
 static eg_status wait_for_copies(copier *c, egi_node_id n_nodes, uint32_t n_values) {
   egi_value_id *after = EGI_NEW(&c->arena, egi_value_id, n_values);
   if (!after) return EG_ERROR_MEMORY;
-  for (egi_value_id value = 1; value < n_values; value++)
-    if (c->waiting[value] != 0) after[value] = egi_emit_binary(&c->emit, EGI_OP_Barrier, value, c->waiting[value]);
+  for (uint32_t i = 0; i < c->n_moved; i++) {
+    egi_value_id *last = &after[c->moved[i].behind];
+    *last = egi_emit_binary(&c->emit, EGI_OP_Barrier, *last != 0 ? *last : c->moved[i].behind, c->moved[i].host);
+  }
   EG_TRY(c->emit.status);
   for (egi_node_id id = 1; id < n_nodes; id++) {
     egi_node *node = &c->graph->nodes[id];
@@ -145,8 +193,7 @@ static eg_status make_lists(copier *c) {
   c->copies = EGI_NEW(&c->arena, egi_value_id, n);
   c->ordered = EGI_NEW(&c->arena, egi_value_id, n);
   c->reloaded = EGI_NEW(&c->arena, egi_value_id, n);
-  c->waiting = EGI_NEW(&c->arena, egi_value_id, n);
-  bool is_short = !c->is_needed || !c->is_read || !c->copies || !c->ordered || !c->reloaded || !c->waiting;
+  bool is_short = !c->is_needed || !c->is_read || !c->copies || !c->ordered || !c->reloaded;
   return is_short ? EG_ERROR_MEMORY : EG_OK;
 }
 
@@ -161,7 +208,7 @@ static eg_status rewrite(copier *c) {
   egi_node_id n_nodes = graph->n_nodes;
   uint32_t n_values = graph->n_values;
   mark_needed(c, n_nodes);
-  for (uint32_t group = 0; group < c->decisions.n_offloaded; group++) EG_TRY(offload_group(c, group));
+  EG_TRY(move_all(c, n_nodes));
   EG_TRY(copy_nodes(c, n_nodes));
   EG_TRY(wait_for_copies(c, n_nodes, n_values));
   c->run->has_changed = c->run->report->n_matched > 0;

@@ -48,7 +48,8 @@ typedef struct egi_decisions {
   uint32_t *group_end;   /* by block: the last of the blocks that are made again together */
   uint32_t *groups;      /* first blocks of those groups that have a backward pass, in order */
   uint32_t n_groups;
-  uint32_t n_offloaded; /* the inputs of that many groups leave the device until they are needed again */
+  uint32_t n_moved;     /* all that is kept of that many groups leaves the device until it is needed again */
+  uint32_t n_offloaded; /* of that many their inputs */
 } egi_decisions;
 /* checkpoint_ladder.c */
 eg_status egi_decide(const egi_blocks *blocks, uint32_t rung, egi_arena *arena, egi_decisions *out_decisions);

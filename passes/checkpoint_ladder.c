@@ -1,7 +1,8 @@
 /* What is kept and what is made again, as a ladder: each rung takes one decision more than the one below it, the
  * cheapest for the memory it frees first. First, block after block from the first one (whose values lie longest),
- * everything that is cheap to make again; then whole blocks from their inputs; then every other block's input as well,
- * so that two blocks are made again together; then the inputs that are left move to host memory and back. Rung 0 keeps
+ * everything that is cheap to make again; then the rest of a block moves to host memory and back, or, instead of that,
+ * whole blocks are made again from their inputs; then every other block's input as well, so that two blocks are made
+ * again together; then the inputs that are left move to host memory and back. Rung 0 keeps
  * everything. */
 #include "passes/checkpoint.h"
 
@@ -27,19 +28,23 @@ static uint32_t count_pairs(const egi_blocks *blocks) {
   return n;
 }
 
-/* With all pairs joined; the input of the last group never leaves. */
-static uint32_t count_offloads(const egi_blocks *blocks) {
-  uint32_t n_groups = count_blocks(blocks) - count_pairs(blocks);
-  return n_groups > 0 ? n_groups - 1 : 0;
+/* The last of n groups never leaves the device. */
+static uint32_t count_leaving(uint32_t n) {
+  return n > 0 ? n - 1 : 0;
 }
 
 void egi_ladder_stages(const egi_blocks *blocks, egi_checkpoint_stages *out_stages) {
-  uint32_t n = count_blocks(blocks);
-  out_stages->end[EGI_CHECKPOINT_NOTHING] = 0;
-  out_stages->end[EGI_CHECKPOINT_CHEAP] = n;
-  out_stages->end[EGI_CHECKPOINT_WHOLE] = 2 * n;
-  out_stages->end[EGI_CHECKPOINT_JOINED] = 2 * n + count_pairs(blocks);
-  out_stages->end[EGI_CHECKPOINT_OFFLOAD] = 2 * n + count_pairs(blocks) + count_offloads(blocks);
+  uint32_t n = count_blocks(blocks), n_pairs = count_pairs(blocks);
+  uint32_t counts[EGI_CHECKPOINT_STAGES] = {[EGI_CHECKPOINT_CHEAP] = n,
+                                            [EGI_CHECKPOINT_MOVED] = count_leaving(n),
+                                            [EGI_CHECKPOINT_WHOLE] = n,
+                                            [EGI_CHECKPOINT_JOINED] = n_pairs,
+                                            [EGI_CHECKPOINT_OFFLOAD] = count_leaving(n - n_pairs)};
+  uint32_t sum = 0;
+  for (unsigned stage = 0; stage < EGI_CHECKPOINT_STAGES; stage++) {
+    sum += counts[stage];
+    out_stages->end[stage] = sum;
+  }
 }
 
 static void set_modes(const egi_blocks *blocks, uint32_t n, egi_block_mode mode, egi_block_mode *modes) {
@@ -102,22 +107,34 @@ static eg_status keep_values(const egi_blocks *blocks, egi_arena *arena, egi_dec
   return EG_OK;
 }
 
+/* How far up each stage the rung is. */
+static void count_steps(const egi_blocks *blocks, uint32_t rung, uint32_t steps[EGI_CHECKPOINT_STAGES]) {
+  egi_checkpoint_stages stages;
+  egi_ladder_stages(blocks, &stages);
+  steps[EGI_CHECKPOINT_NOTHING] = 0;
+  for (unsigned stage = 1; stage < EGI_CHECKPOINT_STAGES; stage++) {
+    uint32_t below = stages.end[stage - 1], end = stages.end[stage];
+    steps[stage] = rung <= below ? 0 : (rung < end ? rung : end) - below;
+  }
+}
+
 eg_status egi_decide(const egi_blocks *blocks, uint32_t rung, egi_arena *arena, egi_decisions *out_decisions) {
-  uint32_t n = count_blocks(blocks), n_pairs = count_pairs(blocks), count = blocks->count;
+  uint32_t count = blocks->count, steps[EGI_CHECKPOINT_STAGES];
   egi_decisions d = {.modes = EGI_NEW(arena, egi_block_mode, (size_t)count + 1),
                      .is_joined = EGI_NEW(arena, bool, (size_t)count + 1),
                      .is_kept = EGI_NEW(arena, bool, blocks->graph->n_values),
                      .group_end = EGI_NEW(arena, uint32_t, (size_t)count + 1),
                      .groups = EGI_NEW(arena, uint32_t, (size_t)count + 1)};
   if (!d.modes || !d.is_joined || !d.is_kept || !d.group_end || !d.groups) return EG_ERROR_MEMORY;
-  set_modes(blocks, rung < n ? rung : n, EGI_BLOCK_CHEAP, d.modes);
-  if (rung > n) set_modes(blocks, rung - n, EGI_BLOCK_WHOLE, d.modes);
-  if (rung > 2 * n) join_pairs(blocks, rung - 2 * n, &d);
-  if (rung > 2 * n + n_pairs) d.n_offloaded = rung - 2 * n - n_pairs;
+  count_steps(blocks, rung, steps);
+  set_modes(blocks, steps[EGI_CHECKPOINT_CHEAP], EGI_BLOCK_CHEAP, d.modes);
+  set_modes(blocks, steps[EGI_CHECKPOINT_WHOLE], EGI_BLOCK_WHOLE, d.modes);
+  join_pairs(blocks, steps[EGI_CHECKPOINT_JOINED], &d);
+  d.n_moved = steps[EGI_CHECKPOINT_WHOLE] == 0 ? steps[EGI_CHECKPOINT_MOVED] : 0;
+  d.n_offloaded = steps[EGI_CHECKPOINT_OFFLOAD];
   for (uint32_t b = count; b-- > 0;) d.group_end[b] = b + 1 < count && d.is_joined[b + 1] ? d.group_end[b + 1] : b;
   for (uint32_t b = 0; b < count; b++)
     if (blocks->blocks[b].gradient != 0 && !d.is_joined[b]) d.groups[d.n_groups++] = b;
-  if (d.n_offloaded >= d.n_groups) d.n_offloaded = d.n_groups > 0 ? d.n_groups - 1 : 0;
   EG_TRY(keep_values(blocks, arena, &d));
   *out_decisions = d;
   return EG_OK;

@@ -46,6 +46,8 @@ typedef struct egi_adapt_options {
 typedef struct egi_checkpoint_options {
   uint32_t tiles; /* of the rows of wide layers; below 2: none */
   uint32_t rung;  /* how far memory is traded for time: from 0, which keeps everything, to the end of the last stage */
+  const egi_binding *bindings; /* sizes: what is small is not worth moving; none: nothing is small */
+  size_t n_bindings;
   bool is_single_buffered; /* copies of a block hide behind that block alone: for comparison */
 } egi_checkpoint_options;
 
@@ -122,7 +124,8 @@ eg_status egi_passes_recognise(egi_graph *graph, const egi_pipeline_options *opt
 typedef enum egi_checkpoint_stage {
   EGI_CHECKPOINT_NOTHING, /* all is kept */
   EGI_CHECKPOINT_CHEAP,   /* norms, activations, rotations and moves are made again, block after block */
-  EGI_CHECKPOINT_WHOLE,   /* whole blocks from their inputs */
+  EGI_CHECKPOINT_MOVED,   /* and what is dear waits in host memory, but for the last block's */
+  EGI_CHECKPOINT_WHOLE,   /* instead whole blocks are made again from their inputs */
   EGI_CHECKPOINT_JOINED,  /* two blocks from the input of the first */
   EGI_CHECKPOINT_OFFLOAD, /* and those inputs move to host memory, but for the last */
   EGI_CHECKPOINT_STAGES

@@ -1,11 +1,13 @@
 /* Memory for time: which rung of buffer_checkpoints' ladder a trainer takes. Each candidate is the graph as it would
- * be, in a clone of the module, planned for all shapes: the bytes are those that will be allocated. Stages of the ladder
- * are tried at their ends first, then the first rung that fits is looked for inside the stage, so that what is said to
- * be the least would do. Where no rung fits, wide layers are cut in tiles of rows: that alone changes the rounding of
- * sums over rows. */
+ * be, in a clone of the module, planned for all shapes: the bytes are those that will be allocated. Stages of the
+ * ladder are tried at their ends first, then the first rung that fits is looked for inside the stage, so that what is
+ * said to be the least would do. Where no rung fits, wide layers are cut in tiles of rows: that alone changes the
+ * rounding of sums over rows. */
 #include <inttypes.h>
+#include <math.h>
 #include <string.h>
 
+#include "graph/costs.h"
 #include "train/train.h"
 
 enum { MAX_TILES = 16, MIN_TILE_ROWS = 16 };
@@ -40,6 +42,7 @@ typedef struct search {
   eg_trainer *trainer;
   const egi_batches *batches;
   uint64_t budget, host_budget;
+  egi_binder sizes;       /* of the largest shape */
   const egi_module *base; /* graphs[0] is differentiated, in `tiles` tiles */
   uint32_t tiles;
   uint64_t least; /* of what the host has room for: */
@@ -48,11 +51,14 @@ typedef struct search {
 
 typedef enum verdict { FITS, TOO_LARGE, TOO_LARGE_FOR_HOST } verdict;
 
-static eg_status apply(const eg_trainer *trainer, egi_graph *graph, uint32_t rung) {
+static eg_status apply(const search *s, egi_graph *graph, uint32_t rung) {
   static const char *const names[] = {"buffer_checkpoints"};
-  const egi_checkpoint_options checkpoints = {.rung = rung, .is_single_buffered = trainer->options.single_buffer != 0};
+  const egi_checkpoint_options checkpoints = {.rung = rung,
+                                              .bindings = s->sizes.bindings,
+                                              .n_bindings = s->sizes.n,
+                                              .is_single_buffered = s->trainer->options.single_buffer != 0};
   const egi_pipeline_options options = {.checkpoints = &checkpoints};
-  eg_packing_cache cache = trainer->options.packing_cache;
+  eg_packing_cache cache = s->trainer->options.packing_cache;
   EG_TRY(egi_passes_run(graph, names, 1, &options, NULL));
   /* For comparison: what is made once is made for every layer and pass. */
   if (cache == EG_PACKING_CACHE_ON) return EG_OK;
@@ -62,7 +68,7 @@ static eg_status apply(const eg_trainer *trainer, egi_graph *graph, uint32_t run
 static eg_status plan_candidate(const search *s, const egi_module *module, uint32_t rung, egi_arena *arena,
                                 egi_trainer_memory *out_memory) {
   egi_lanes lanes = {.count = 0};
-  EG_TRY(apply(s->trainer, module->graphs[0], rung));
+  EG_TRY(apply(s, module->graphs[0], rung));
   eg_status status = egi_lanes_plan(&lanes, module->graphs[0], s->trainer->machine.backend, s->batches->buckets,
                                     s->batches->n_buckets, arena);
   if (status == EG_OK) egi_trainer_bytes(s->trainer, &lanes, out_memory);
@@ -148,6 +154,45 @@ static void bound_stages(eg_checkpoint mode, uint32_t *first, uint32_t *last) {
                                             : EGI_CHECKPOINT_OFFLOAD;
 }
 
+/* ---- time ------------------------------------------------------------------------------------------------------- */
+
+/* What a step would take: the longest of computing and the copies each way, which run beside it. */
+static eg_status predict(const search *s, const egi_graph *graph, double *out_seconds) {
+  const egi_costs *costs = graph->module->costs;
+  egi_device_description device;
+  double compute = 0, to_host = 0, to_device = 0;
+  egi_device_describe_cpu(&device);
+  for (egi_node_id id = 1; id < graph->n_nodes && costs != NULL; id++) {
+    egi_cost cost;
+    if (graph->nodes[id].op == EGI_OP_NONE) continue;
+    EG_TRY(costs->node(graph, id, s->sizes.bindings, s->sizes.n, &cost));
+    double *stream = cost.to_host_bytes > 0 ? &to_host : cost.to_device_bytes > 0 ? &to_device : &compute;
+    *stream += egi_cost_seconds(&device, &cost);
+  }
+  *out_seconds = fmax(compute, fmax(to_host, to_device));
+  return EG_OK;
+}
+
+static eg_status predict_rung(const search *s, uint32_t rung, double *out_seconds) {
+  egi_module *module = NULL;
+  EG_TRY(egi_module_clone(s->base, &module));
+  eg_status status = apply(s, module->graphs[0], rung);
+  if (status == EG_OK) status = predict(s, module->graphs[0], out_seconds);
+  egi_module_destroy(module);
+  return status;
+}
+
+/* Moving what is dear takes less time than making it again, and the host has room for some of it. */
+static eg_status is_moving_better(const search *s, const egi_checkpoint_stages *stages, bool *out_is_better) {
+  double moved = 0, again = 0;
+  *out_is_better = false;
+  if (s->host_budget == 0) return EG_OK;
+  EG_TRY(predict_rung(s, stages->end[EGI_CHECKPOINT_MOVED], &moved));
+  EG_TRY(predict_rung(s, stages->end[EGI_CHECKPOINT_WHOLE], &again));
+  *out_is_better = moved < again;
+  return EG_OK;
+}
+
 static eg_status choose_rung(search *s, uint32_t *out_rung, bool *out_is_done) {
   egi_checkpoint_stages stages;
   uint32_t first, last;
@@ -160,7 +205,9 @@ static eg_status choose_rung(search *s, uint32_t *out_rung, bool *out_is_done) {
   for (uint32_t stage = first; stage <= last && !*out_is_done; stage++) {
     bool is_first = stage == first;
     uint32_t below = is_first ? 0 : stages.end[stage - 1];
-    if (!is_first && stages.end[stage] == below) continue;
+    bool is_taken = is_first || stages.end[stage] > below;
+    if (stage == EGI_CHECKPOINT_MOVED && is_taken) EG_TRY(is_moving_better(s, &stages, &is_taken));
+    if (!is_taken) continue;
     EG_TRY(search_stage(s, below, stages.end[stage], is_first, out_rung, out_is_done));
   }
   return EG_OK;
@@ -212,14 +259,25 @@ static eg_status choose(search *s, uint32_t *out_tiles, uint32_t *out_rung) {
   return EG_OK;
 }
 
-/* A device whose memory is the host's gains nothing by moving tensors there, unless its budget is a part of it. */
+/* A device whose memory is the host's gains nothing by moving tensors there, unless it is asked to. */
 static uint64_t host_budget(const eg_trainer *trainer, uint64_t available) {
   const eg_trainer_options *o = &trainer->options;
   bool is_apart = !trainer->machine.backend->is_host || o->checkpoint == EG_CHECKPOINT_OFFLOAD;
   if (o->host_budget != 0) return o->host_budget;
-  if (is_apart || available == UINT64_MAX) return available;
-  if (o->memory_budget == 0) return 0;
-  return available > o->memory_budget ? available - o->memory_budget : 0;
+  return is_apart ? available : 0;
+}
+
+static eg_status find_sizes(search *s, egi_arena *arena) {
+  const egi_graph *graph = s->base->graphs[0];
+  const egi_bucket *largest = &s->batches->buckets[0];
+  egi_inputs inputs;
+  for (size_t i = 1; i < s->batches->n_buckets; i++) {
+    const egi_bucket *bucket = &s->batches->buckets[i];
+    if ((uint64_t)bucket->batch * bucket->sequence > (uint64_t)largest->batch * largest->sequence) largest = bucket;
+  }
+  EG_TRY(egi_inputs_find(graph, arena, &inputs));
+  EG_TRY(egi_binder_begin(&s->sizes, graph, arena));
+  return egi_binder_finish(&s->sizes, &inputs, largest);
 }
 
 eg_status egi_trainer_checkpoint(eg_trainer *trainer, const egi_batches *batches) {
@@ -229,8 +287,9 @@ eg_status egi_trainer_checkpoint(eg_trainer *trainer, const egi_batches *batches
   s.least_tiles = 1;
   s.budget = trainer->options.memory_budget != 0 ? trainer->options.memory_budget : available;
   s.host_budget = host_budget(trainer, available);
+  EG_TRY(find_sizes(&s, &trainer->arena));
   EG_TRY(choose(&s, &trainer->tiles, &trainer->rung));
   if (trainer->tiles > 1) EG_TRY(tile_graph(machine->module, trainer->tiles));
   machine->graph = machine->module->graphs[0];
-  return apply(trainer, machine->graph, trainer->rung);
+  return apply(&s, machine->graph, trainer->rung);
 }

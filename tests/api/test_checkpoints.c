@@ -126,6 +126,7 @@ static void sweep(api_fixture *fixture, const char *file, eg_trainer_options opt
   uint64_t least = least_of(ctx, model, dataset, &options);
   assert_true(least <= again.total && again.total <= keep.total && least < keep.total);
   for (unsigned i = 0; i <= n_budgets; i++) {
+    options.host_budget = i % 3 == 1 ? keep.total : 0;
     options.memory_budget = keep.total - (keep.total - least) / n_budgets * i;
     if (i == n_budgets) options.memory_budget = least;
     outcome budgeted = run(ctx, model, dataset, &options);
@@ -215,6 +216,39 @@ static void a_host_budget_is_held(void **state) {
   eg_model_destroy(model);
 }
 
+/* Where there is host memory, and the link is quicker than the products, nothing dear is made again. */
+static void what_is_dear_moves(void **state) {
+  api_fixture *fixture = *state;
+  eg_context *ctx = fixture->ctx;
+  eg_model *model = make_model(fixture, 6, 96);
+  eg_dataset *dataset = api_dataset(ctx, 5, LONGEST);
+  eg_trainer_options options = options_of(64, 1);
+  eg_trainer *trainer;
+  outcome keep = run(ctx, model, dataset, &options);
+  options.checkpoint = EG_CHECKPOINT_RECOMPUTE;
+  outcome again = run(ctx, model, dataset, &options);
+  options.checkpoint = EG_CHECKPOINT_AUTO;
+  options.host_budget = UINT64_MAX;
+  options.memory_budget = again.total;
+  outcome moved = run(ctx, model, dataset, &options);
+  expect_same(&keep, &moved);
+  expect_same(&keep, &again);
+  assert_true(moved.transfers.n_offloads > 6 && moved.transfers.n_offloads == moved.transfers.n_reloads);
+  assert_true(moved.total <= options.memory_budget);
+  api_must(ctx, eg_trainer_create(model, dataset, &options, &trainer));
+  for (egi_node_id id = 1; id < trainer->machine.graph->n_nodes; id++) {
+    const egi_node *node = &trainer->machine.graph->nodes[id];
+    bool is_dear = node->op == EGI_OP_Linear || node->op == EGI_OP_MaskedAttention;
+    if (is_dear) assert_null(strstr(node->name, "/again"));
+  }
+  eg_trainer_destroy(trainer);
+  free(keep.gradients);
+  free(again.gradients);
+  free(moved.gradients);
+  eg_dataset_destroy(dataset);
+  eg_model_destroy(model);
+}
+
 /* Where no rung is enough wide layers run in tiles: numbers differ in rounding alone, and are the same every time. */
 static void wide_layers_run_in_tiles(void **state) {
   api_fixture *fixture = *state;
@@ -262,6 +296,7 @@ int main(void) {
                                      TEST(padded_batches_are_made_again),
                                      TEST(rebuilt_metadata_is_made_again),
                                      TEST(a_host_budget_is_held),
+                                     TEST(what_is_dear_moves),
                                      TEST(wide_layers_run_in_tiles),
                                      TEST(blocks_below_the_first_adapter_stay)};
   return cmocka_run_group_tests(tests, NULL, NULL);

@@ -45,6 +45,12 @@ static void run_options(pass_fixture *fixture, const egi_checkpoint_options *che
   assert_int_equal(egi_passes_run(fixture->graph, names, 1, &options, NULL), EG_OK);
 }
 
+static uint32_t end_of(const pass_fixture *fixture, egi_checkpoint_stage stage) {
+  egi_checkpoint_stages stages;
+  assert_int_equal(egi_checkpoint_stages_find(fixture->graph, &stages), EG_OK);
+  return stages.end[stage];
+}
+
 static void run_rung(pass_fixture *fixture, uint32_t rung) {
   const egi_checkpoint_options checkpoints = {.rung = rung};
   run_options(fixture, &checkpoints);
@@ -95,13 +101,13 @@ static void whole_blocks_are_made_again_from_their_inputs(void **state) {
   pass_fixture *fixture = *state;
   make_graph(fixture);
   unsigned n_products = pass_count(fixture, EGI_OP_MatMul), n_tanh = pass_count(fixture, EGI_OP_Tanh);
-  run_rung(fixture, 4);
+  run_rung(fixture, end_of(fixture, EGI_CHECKPOINT_WHOLE));
   assert_int_equal(count_again(fixture, EGI_OP_Tanh), 2);
   assert_int_equal(pass_count(fixture, EGI_OP_Tanh), n_tanh + 2);
   assert_int_equal(pass_count(fixture, EGI_OP_Barrier), 2);
   assert_int_equal(pass_count(fixture, EGI_OP_MatMul), n_products + 4); /* up and the adapter's first; not down */
   make_graph(fixture);
-  run_rung(fixture, 5); /* both from x0: down of the first, too */
+  run_rung(fixture, end_of(fixture, EGI_CHECKPOINT_JOINED)); /* both from x0: down of the first, too */
   assert_int_equal(pass_count(fixture, EGI_OP_Barrier), 1);
   assert_int_equal(pass_count(fixture, EGI_OP_MatMul), n_products + 5);
 }
@@ -183,13 +189,34 @@ static void wide_blocks_become_tiles(void **state) {
   assert_int_equal(report.n_matched, 0);
 }
 
+/* All that the first blocks leave, but for what is cheap; the last block's stays. */
+static void what_is_dear_waits_on_the_host(void **state) {
+  pass_fixture *fixture = *state;
+  make_deep_graph(fixture);
+  uint32_t end = end_of(fixture, EGI_CHECKPOINT_MOVED);
+  assert_int_equal(end, 3 + 2);
+  run_rung(fixture, end);
+  const egi_graph *graph = fixture->graph;
+  unsigned n_offloads = pass_count(fixture, EGI_OP_Offload);
+  assert_true(n_offloads > 2); /* Tanh's result, and in the second block what flows in */
+  assert_int_equal(pass_count(fixture, EGI_OP_Reload), n_offloads);
+  for (egi_node_id id = 1; id < graph->n_nodes; id++) {
+    const egi_node *node = &graph->nodes[id];
+    if (node->op == EGI_OP_Offload) assert_null(strstr(graph->values[node->inputs[0]].name, "layers.2"));
+    if (node->op == EGI_OP_Offload) assert_string_not_equal(graph->values[node->inputs[0]].name, "x2");
+  }
+  assert_int_equal(count_again(fixture, EGI_OP_MatMul), 0);
+  pass_run(fixture, "eliminate_common,fold_constants,eliminate_identity,eliminate_dead", NULL);
+  assert_int_equal(pass_count(fixture, EGI_OP_Offload), n_offloads);
+}
+
 /* Once made, neither the passes that clean up nor a second run change it. */
 static void nothing_undoes_it(void **state) {
   pass_fixture *fixture = *state;
   static const char *const clean = "eliminate_common,eliminate_identity,fold_constants,eliminate_dead";
   make_graph(fixture);
   pass_run(fixture, clean, NULL);
-  run_rung(fixture, 4);
+  run_rung(fixture, end_of(fixture, EGI_CHECKPOINT_WHOLE));
   unsigned n_nodes = fixture->graph->n_nodes;
   pass_run(fixture, clean, NULL);
   pass_run_settled(fixture, "buffer_checkpoints");
@@ -238,6 +265,7 @@ int main(void) {
                                      TEST(norms_and_activations_are_made_again_first),
                                      TEST(whole_blocks_are_made_again_from_their_inputs),
                                      TEST(inputs_wait_on_the_host),
+                                     TEST(what_is_dear_waits_on_the_host),
                                      TEST(wide_blocks_become_tiles),
                                      TEST(nothing_undoes_it),
                                      TEST(a_graph_without_a_loss_is_refused),
