@@ -17,6 +17,22 @@ eg_status eg_trainer_create(eg_model *model, eg_dataset *dataset, const eg_train
   return egi_trainer_create(model, dataset, &known, out_trainer);
 }
 
+eg_status eg_trainer_plan(eg_model *model, eg_dataset *dataset, const eg_trainer_options *options,
+                          eg_write_function write, void *userdata) {
+  eg_trainer_options known = EG_TRAINER_OPTIONS_INIT;
+  egi_text text;
+  if (model == NULL) return EG_ERROR_ARGUMENT;
+  if (write == NULL) return egi_fail(model->ctx, EG_ERROR_ARGUMENT, "eg_trainer_plan: NULL argument");
+  if (dataset != NULL && dataset->ctx != model->ctx)
+    return egi_fail(model->ctx, EG_ERROR_ARGUMENT, "eg_trainer_plan: model and dataset belong to different contexts");
+  EG_TRY(egi_read_options(model->ctx, options, &known, sizeof known));
+  egi_text_init(&text, model->ctx);
+  eg_status status = egi_trainer_plan(model, dataset, &known, &text);
+  if (status == EG_OK) return egi_write_text(&text, write, userdata);
+  egi_text_free(&text);
+  return status;
+}
+
 void eg_trainer_destroy(eg_trainer *trainer) {
   egi_trainer_destroy(trainer);
 }

@@ -3,6 +3,7 @@
 #ifndef ENGRAFT_BACKEND_BACKEND_H
 #define ENGRAFT_BACKEND_BACKEND_H
 
+#include "graph/costs.h"
 #include "graph/graph.h"
 
 /* ---- kernels -------------------------------------------------------------------------------------------------- */
@@ -20,6 +21,7 @@ typedef struct egi_kernel_plan {
   /* set by prepare: */
   const void *params;     /* from the arena; handed to run */
   size_t workspace_bytes; /* scratch for one call, 64-byte aligned */
+  int64_t chunk_rows;     /* rows that are worked on at a time where that bounds the workspace; 0: all */
 } egi_kernel_plan;
 
 typedef struct egi_kernel_call {
@@ -120,7 +122,9 @@ eg_status egi_bindings_solve(const egi_graph *graph, const egi_tensor *inputs, e
 
 /* Bytes a plan needs, by what they are for. */
 typedef struct egi_plan_bytes {
-  uint64_t weights; /* used by this plan, resident */
+  uint64_t weights;   /* used by this plan, resident; of these: */
+  uint64_t quantised; /* codes, scales and what else operators with quantised weights read */
+  uint64_t copied;    /* not used where the file is mapped: in memory of their own */
   uint64_t states;
   uint64_t saved;     /* high-water mark of values that live across the loss (activations kept for backward) */
   uint64_t transient; /* size of the buffer all values and workspace share */
@@ -129,6 +133,7 @@ typedef struct egi_plan_bytes {
   uint64_t inputs;    /* staging of the graph's inputs */
   uint64_t known;     /* contents that the planner worked out, kept on a device that has memory of its own */
   uint64_t pinned;    /* host memory for what is offloaded */
+  uint64_t tables;    /* host memory of a session for addresses */
 } egi_plan_bytes;
 
 /* What moves between device and host in one run. */
@@ -146,6 +151,24 @@ eg_status egi_plan_create(eg_context *ctx, const egi_graph *graph, const egi_bac
 void egi_plan_destroy(egi_plan *plan);
 void egi_plan_get_bytes(const egi_plan *plan, egi_plan_bytes *out_bytes);
 void egi_plan_get_transfers(const egi_plan *plan, egi_plan_transfers *out_transfers);
+/* Costs of one run by operator, the dearest first. */
+typedef struct egi_plan_cost_row {
+  const char *op; /* "copy": made by the planner */
+  uint32_t count;
+  egi_cost cost;
+  double seconds;
+  uint64_t workspace_bytes; /* largest of one node */
+  int64_t chunk_rows;       /* as in egi_kernel_plan, the fewest; 0: all rows at a time */
+} egi_plan_cost_row;
+typedef struct egi_plan_costs {
+  egi_plan_cost_row *rows;
+  uint32_t n_rows;
+  egi_cost total;
+  double compute_seconds; /* without copies between device and host */
+  double seconds;         /* of the slowest of computing and copies each way */
+} egi_plan_costs;
+eg_status egi_plan_get_costs(const egi_plan *plan, const egi_device_description *device, egi_arena *arena,
+                             egi_plan_costs *out_costs);
 /* One line a step, for tests and `engraft plan`. */
 void egi_plan_print(const egi_plan *plan, egi_text *out);
 

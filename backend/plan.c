@@ -30,29 +30,48 @@ static int compare_numbers(const void *a, const void *b) {
   return x < y ? -1 : x > y;
 }
 
-/* Marks the storages that a step or an output refers to. */
-static eg_status find_referenced(egi_planner *planner, bool **out_is_referenced) {
+/* An operator whose weights are stored as codes, whatever the storage. */
+static bool takes_quantised(const egi_planner *planner, const egi_step *step) {
+  const egi_node *node = &planner->graph->nodes[step->node];
+  return !step->is_copy && strcmp(egi_node_string(node, "storage", "plain"), "plain") != 0;
+}
+
+/* Marks the storages that a step or an output refers to, and those that operators with quantised weights read. */
+static eg_status find_referenced(egi_planner *planner, bool **out_is_referenced, bool **out_is_quantised) {
   egi_plan *plan = planner->plan;
   bool *is_referenced = EGI_NEW(&planner->arena, bool, (size_t)plan->n_storages + 1);
-  if (is_referenced == NULL) return EG_ERROR_MEMORY;
+  bool *is_quantised = EGI_NEW(&planner->arena, bool, (size_t)plan->n_storages + 1);
+  if (is_referenced == NULL || is_quantised == NULL) return EG_ERROR_MEMORY;
   for (uint32_t i = 0; i < planner->n_steps; i++) {
     const egi_step *step = &planner->steps[i];
     if (step->is_dead || step->kind != EGI_STEP_RUN) continue;
     for (uint32_t k = 0; k < step->n_inputs + step->n_outputs; k++) {
-      is_referenced[plan->operands[step->first_operand + k].storage] = true;
+      uint32_t storage = plan->operands[step->first_operand + k].storage;
+      is_referenced[storage] = true;
+      if (takes_quantised(planner, step)) is_quantised[storage] = true;
     }
   }
   for (uint32_t i = 0; i < planner->graph->n_outputs; i++) is_referenced[plan->outputs[i].storage] = true;
   for (uint32_t i = 0; i < planner->graph->n_inputs; i++) is_referenced[plan->inputs[i].storage] = true;
   *out_is_referenced = is_referenced;
+  *out_is_quantised = is_quantised;
   return EG_OK;
+}
+
+static void add_weight_bytes(egi_planner *planner, uint32_t id, bool is_quantised) {
+  const egi_storage *storage = &planner->plan->storages[id];
+  egi_plan_bytes *bytes = &planner->plan->bytes;
+  bytes->weights += storage->size_bytes;
+  if (is_quantised) bytes->quantised += storage->size_bytes;
+  if (!egi_weight_is_in_place(planner->backend, &planner->graph->module->weights[storage->index]))
+    bytes->copied += storage->size_bytes;
 }
 
 /* Offsets of what is not in the transient buffer, one after the other. */
 static eg_status place_others(egi_planner *planner) {
   egi_plan *plan = planner->plan;
-  bool *is_referenced = NULL, has_pool[EGI_POOL_COUNT] = {false};
-  EG_TRY(find_referenced(planner, &is_referenced));
+  bool *is_referenced = NULL, *is_quantised = NULL, has_pool[EGI_POOL_COUNT] = {false};
+  EG_TRY(find_referenced(planner, &is_referenced, &is_quantised));
   plan->weights = EGI_NEW(&plan->arena, uint32_t, (size_t)plan->n_storages + 1);
   if (plan->weights == NULL) return EG_ERROR_MEMORY;
   for (uint32_t i = 1; i < plan->n_storages; i++) {
@@ -67,7 +86,7 @@ static eg_status place_others(egi_planner *planner) {
       *total += egi_align(storage->size_bytes);
     } else if (storage->kind == EGI_STORAGE_WEIGHT) {
       plan->weights[plan->n_weights++] = storage->index;
-      plan->bytes.weights += storage->size_bytes;
+      add_weight_bytes(planner, i, is_quantised[i]);
     } else if (storage->kind == EGI_STORAGE_STATE) {
       has_pool[storage->index] = true;
     }
@@ -75,6 +94,7 @@ static eg_status place_others(egi_planner *planner) {
   for (uint32_t pool = 0; pool < EGI_POOL_COUNT; pool++) {
     if (has_pool[pool]) plan->bytes.states += egi_pool_bytes(planner->graph->module, (egi_state_pool)pool);
   }
+  plan->bytes.tables = ((uint64_t)plan->n_operands + 1) * sizeof(egi_tensor);
   qsort(plan->weights, plan->n_weights, sizeof(*plan->weights), compare_numbers);
   return EG_OK;
 }

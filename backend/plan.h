@@ -71,6 +71,7 @@ typedef struct egi_step {
   uint32_t first_operand; /* inputs, then outputs */
   uint32_t n_inputs, n_outputs;
   uint32_t workspace; /* storage; 0: none */
+  int64_t chunk_rows; /* as in egi_kernel_plan */
 } egi_step;
 
 /* How a run of steps is executed. */
@@ -211,6 +212,8 @@ eg_status egi_bind_value(const egi_graph *graph, egi_value_id value, const egi_t
 
 /* store.c */
 uint64_t egi_pool_bytes(const egi_module *module, egi_state_pool pool);
+/* Whether the weight's bytes serve as they lie in the module. */
+bool egi_weight_is_in_place(const egi_backend *backend, const egi_weight *weight);
 eg_context *egi_store_context(const egi_store *store);
 const egi_module *egi_store_module(const egi_store *store);
 const egi_backend *egi_store_backend(const egi_store *store);

@@ -87,6 +87,7 @@ static eg_status prepare(egi_planner *planner, egi_step *step) {
   }
   EG_TRY(status);
   step->params = kernel_plan.params;
+  step->chunk_rows = kernel_plan.chunk_rows;
   return add_workspace(planner, step, kernel_plan.workspace_bytes);
 }
 

@@ -170,9 +170,9 @@ void egi_store_destroy(egi_store *store) {
   egi_context_release(ctx);
 }
 
-static bool can_use_in_place(const egi_store *store, const egi_weight *weight) {
+bool egi_weight_is_in_place(const egi_backend *backend, const egi_weight *weight) {
   uint32_t element_bytes = egi_whole_bytes(weight->dtype);
-  return store->backend->is_host && weight->bytes.kind == EGI_BYTES_MEMORY &&
+  return backend->is_host && weight->bytes.kind == EGI_BYTES_MEMORY && weight->bytes.data != NULL &&
          (element_bytes == 0 || (uintptr_t)weight->bytes.data % element_bytes == 0);
 }
 
@@ -193,7 +193,7 @@ static eg_status upload_weight(egi_store *store, const egi_weight *weight, void 
 static eg_status load(egi_store *store, const egi_weight *weight, resident *out) {
   uint64_t size_bytes = 0;
   EG_TRY(egi_weight_bytes(store->ctx, weight, &size_bytes));
-  if (can_use_in_place(store, weight) && weight->bytes.data != NULL) {
+  if (egi_weight_is_in_place(store->backend, weight)) {
     out->data = (void *)(uintptr_t)weight->bytes.data; /* kernels never write to weights */
     return EG_OK;
   }

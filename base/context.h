@@ -12,6 +12,7 @@ struct eg_context {
   unsigned references;
   uint64_t n_allocations;
   size_t bytes_in_use[EGI_PURPOSE_COUNT];
+  size_t total_bytes, peak_bytes; /* of all purposes */
   char error[1024];
 };
 

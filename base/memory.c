@@ -14,17 +14,26 @@ void *egi_allocate(eg_context *ctx, egi_purpose purpose, size_t size_bytes) {
   }
   ctx->n_allocations++;
   ctx->bytes_in_use[purpose] += size_bytes;
+  ctx->total_bytes += size_bytes;
+  if (ctx->total_bytes > ctx->peak_bytes) ctx->peak_bytes = ctx->total_bytes;
   return memory;
 }
 
 void egi_release(eg_context *ctx, egi_purpose purpose, void *memory, size_t size_bytes) {
   if (memory == NULL) return;
   ctx->bytes_in_use[purpose] -= size_bytes;
+  ctx->total_bytes -= size_bytes;
   ctx->allocator.release(ctx->allocator.userdata, memory, size_bytes > 0 ? size_bytes : 1);
 }
 
 size_t egi_bytes_in_use(const eg_context *ctx, egi_purpose purpose) {
   return ctx->bytes_in_use[purpose];
+}
+size_t egi_bytes_peak(const eg_context *ctx) {
+  return ctx->peak_bytes;
+}
+void egi_bytes_reset_peak(eg_context *ctx) {
+  ctx->peak_bytes = ctx->total_bytes;
 }
 uint64_t egi_allocation_count(const eg_context *ctx) {
   return ctx->n_allocations;

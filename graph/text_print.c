@@ -63,6 +63,7 @@ void egi_value_print_type(const egi_graph *graph, egi_value_id id, egi_text *out
       egi_text_init(&dim, graph->module->ctx);
       egi_dim_print(graph->module->dims, size, &dim);
       print_name(out, egi_text_string(&dim));
+      if (dim.is_failed) out->is_failed = true;
       egi_text_free(&dim);
     }
   }

@@ -385,13 +385,17 @@ struct eg_trainer_options {
   eg_quant quant;
   uint32_t quant_block; /* numbers with one scale: a power of two from 32 to 4096 */
   int double_quant;     /* 1: scales are codes of 8 bits themselves */
+  const char *plan;     /* a file that eg_trainer_plan() wrote: shapes and what is kept, recomputed or offloaded are
+                           those of the file; NULL: decided anew */
+  const char *device_description; /* JSON file: how fast the device is (docs/plan.md); NULL: a processor of no
+                                     particular kind */
 };
 #define EG_TRAINER_OPTIONS_INIT                                                                                       \
   {                                                                                                                   \
     sizeof(eg_trainer_options), "cpu", EG_DTYPE_F32, 0, 16, 16.0, "all-linear", NULL, EG_LORA_INIT_DEFAULT, 2e-4,     \
         EG_SCHEDULE_CONSTANT, 0.0, 0.0, 0.9, 0.999, 1e-8, 1.0, 2048, 1, 0, 1.0, 0, 0, 0, EG_PACKING_AUTO,             \
         EG_PACKING_CACHE_ON, EG_CHECKPOINT_AUTO, 0, 0, EG_LOSS_AUTO, EG_POOLING_AUTO, 20.0, 0, NULL, NULL, NULL, 1.0, \
-        EG_QUANT_NONE, 64, 1                                                                                          \
+        EG_QUANT_NONE, 64, 1, NULL, NULL                                                                              \
   }
 
 /* What a step did. */
@@ -410,6 +414,11 @@ typedef struct eg_step_report {
  * the vocabulary, an adapter that does not fit. EG_ERROR_UNSUPPORTED, _SHAPE, _BUDGET, _MEMORY. */
 EG_API eg_status eg_trainer_create(eg_model *model, eg_dataset *dataset, const eg_trainer_options *options,
                                    eg_trainer **out_trainer);
+/* Writes what eg_trainer_create() would plan, and allocates none of it: JSON (docs/plan.md) with bytes by purpose,
+ * work, predicted seconds, and the decisions, which eg_trainer_options.plan takes. `dataset` may be NULL: one row of
+ * `tokens` tokens. Errors are those of eg_trainer_create(); EG_ERROR_IO when the writer stops. */
+EG_API eg_status eg_trainer_plan(eg_model *model, eg_dataset *dataset, const eg_trainer_options *options,
+                                 eg_write_function write, void *userdata);
 EG_API void eg_trainer_destroy(eg_trainer *trainer);
 /* Number of steps the options ask for over this dataset. */
 EG_API uint64_t eg_trainer_step_count(const eg_trainer *trainer);

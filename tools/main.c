@@ -31,11 +31,13 @@ static const command commands[] = {
     {"new", 'n', false, tool_new,
      "engraft new --config config.json (--weights DIR | --random-weights SEED) [--dtype f32|bf16|f16] -o MODEL"},
     {"bench", 'b', true, tool_bench, "engraft bench MODEL --steps N [--tokens N] [--json] [train options]"},
-    {"plan", '?', true, NULL, ""},
+    {"plan", 'p', true, tool_plan,
+     "engraft plan MODEL [--data FILE | --text FILE] [train options] [--device-description FILE.json] [-o FILE] "
+     "[--json]"},
     {"report", '?', true, NULL, ""},
     {"devices", '?', false, NULL, ""}};
 
-static const char *const summary = "usage: engraft inspect|rewrite|run|train|eval|generate|export|new|bench …";
+static const char *const summary = "usage: engraft inspect|rewrite|run|plan|train|eval|generate|export|new|bench …";
 
 static int run_command(tool *t, const command *found) {
   if (found->takes_model && t->model == NULL) return tool_fail_usage(t, "MODEL is missing");

@@ -10,7 +10,7 @@ typedef enum option_kind { KIND_STRING, KIND_FLAG, KIND_COUNT, KIND_REAL, KIND_C
 typedef struct option_row {
   const char *name;
   option_kind kind;
-  const char *commands; /* i inspect, r rewrite, R run, t train, e eval, g generate, x export, n new */
+  const char *commands; /* i inspect, r rewrite, R run, p plan, t train, e eval, g generate, x export, n new, b bench */
   const char *known, *supported, *default_text;
 } option_row;
 
@@ -31,11 +31,16 @@ static bool is_listed(const char *list, const char *value) {
   return false;
 }
 
+/* What train and bench have in common are train options: a plan is made for them. */
+static bool is_accepted(const option_row *row, char letter) {
+  bool is_train_option = strchr(row->commands, 't') != NULL && strchr(row->commands, 'b') != NULL;
+  return strchr(row->commands, letter) != NULL || (letter == 'p' && is_train_option);
+}
+
 /* The row of an option of this command; OPTION_COUNT when there is none. */
 static tool_option_id find_option(const tool *t, const char *name, size_t length) {
   for (int i = 0; i < OPTION_COUNT; i++)
-    if (strlen(rows[i].name) == length && memcmp(rows[i].name, name, length) == 0 &&
-        strchr(rows[i].commands, t->letter) != NULL)
+    if (strlen(rows[i].name) == length && memcmp(rows[i].name, name, length) == 0 && is_accepted(&rows[i], t->letter))
       return (tool_option_id)i;
   return OPTION_COUNT;
 }
@@ -44,7 +49,7 @@ void tool_print_help(const tool *t) {
   static const char *const kinds[] = {"TEXT", "", "N", "NUMBER", ""};
   printf("usage: %s\n", t->usage);
   for (int i = 0; i < OPTION_COUNT; i++) {
-    if (strchr(rows[i].commands, t->letter) == NULL) continue;
+    if (!is_accepted(&rows[i], t->letter)) continue;
     printf("  %s %s", rows[i].name, rows[i].kind == KIND_CHOICE ? rows[i].known : kinds[rows[i].kind]);
     if (rows[i].default_text[0] != '\0') printf("  (%s)", rows[i].default_text);
     printf("\n");
@@ -152,7 +157,7 @@ int tool_parse(tool *t, int n_arguments, char **arguments) {
     if (rows[i].default_text[0] != '\0') (void)store(&t->values[i], &rows[i], rows[i].default_text);
   }
   for (int i = 0; i < n_arguments && code == 0; i++) code = apply_argument(t, n_arguments, arguments, &i);
-  if (code == 0 && t->letter == 't' && t->values[OPTION_CONFIG].is_given) code = apply_config(t);
+  if (code == 0 && (t->letter == 't' || t->letter == 'p') && t->values[OPTION_CONFIG].is_given) code = apply_config(t);
   return code;
 }
 

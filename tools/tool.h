@@ -72,6 +72,7 @@ void tool_block_signals(void);
 int tool_inspect(tool *t);
 int tool_rewrite(tool *t);
 int tool_run(tool *t);
+int tool_plan(tool *t);
 int tool_train(tool *t);
 int tool_eval(tool *t);
 int tool_generate(tool *t);

@@ -95,6 +95,8 @@ eg_status training_options(tool *t, eg_trainer_options *options) {
   options->alpha_pattern = tool_text(t, OPTION_ALPHA_PATTERN);
   options->lora_plus = t->values[OPTION_LORA_PLUS].number;
   options->init_adapter = tool_text(t, OPTION_INIT_ADAPTER);
+  options->plan = tool_text(t, OPTION_PLAN);
+  options->device_description = tool_text(t, OPTION_DEVICE_DESCRIPTION);
   options->init = strcmp(tool_text(t, OPTION_INIT), "gaussian") == 0 ? EG_LORA_INIT_GAUSSIAN : EG_LORA_INIT_DEFAULT;
   options->learning_rate = t->values[OPTION_LR].number;
   options->schedule = parse_schedule(tool_text(t, OPTION_SCHEDULE));

@@ -22,16 +22,20 @@ void egi_trainer_bytes(const eg_trainer *trainer, const egi_lanes *lanes, egi_tr
   for (size_t i = 0; i <= lanes->count; i++) {
     egi_plan_get_bytes(i < lanes->count ? lanes->lanes[i].plan : trainer->optimizer_plan, &one);
     all.weights = maximum(all.weights, one.weights);
+    all.quantised = maximum(all.quantised, one.quantised);
+    all.copied = maximum(all.copied, one.copied);
     all.transient = maximum(all.transient, one.transient);
     all.saved = maximum(all.saved, one.saved);
     all.pinned = maximum(all.pinned, one.pinned);
-    all.fixed += one.fixed;
+    all.fixed += one.fixed + (trainer->machine.backend->is_host ? 0 : one.known);
+    all.inputs += one.inputs;
+    all.tables += one.tables;
   }
   for (int pool = 0; pool < EGI_POOL_COUNT; pool++) {
     uint64_t element_bytes = pool == EGI_POOL_STEP ? 1 : sizeof(float);
     all.states += trainer->machine.module->pool_elements[pool] * element_bytes;
   }
-  all.total = all.weights + all.states + all.transient + all.fixed;
+  all.total = all.weights + all.states + all.transient + all.fixed + all.inputs;
   *out_memory = all;
 }
 
@@ -159,15 +163,14 @@ static void bound_stages(eg_checkpoint mode, uint32_t *first, uint32_t *last) {
 /* What a step would take: the longest of computing and the copies each way, which run beside it. */
 static eg_status predict(const search *s, const egi_graph *graph, double *out_seconds) {
   const egi_costs *costs = graph->module->costs;
-  egi_device_description device;
+  const egi_device_description *device = &s->trainer->device;
   double compute = 0, to_host = 0, to_device = 0;
-  egi_device_describe_cpu(&device);
   for (egi_node_id id = 1; id < graph->n_nodes && costs != NULL; id++) {
     egi_cost cost;
     if (graph->nodes[id].op == EGI_OP_NONE) continue;
     EG_TRY(costs->node(graph, id, s->sizes.bindings, s->sizes.n, &cost));
     double *stream = cost.to_host_bytes > 0 ? &to_host : cost.to_device_bytes > 0 ? &to_device : &compute;
-    *stream += egi_cost_seconds(&device, &cost);
+    *stream += egi_cost_seconds(device, &cost);
   }
   *out_seconds = fmax(compute, fmax(to_host, to_device));
   return EG_OK;
@@ -288,7 +291,7 @@ eg_status egi_trainer_checkpoint(eg_trainer *trainer, const egi_batches *batches
   s.budget = trainer->options.memory_budget != 0 ? trainer->options.memory_budget : available;
   s.host_budget = host_budget(trainer, available);
   EG_TRY(find_sizes(&s, &trainer->arena));
-  EG_TRY(choose(&s, &trainer->tiles, &trainer->rung));
+  if (!trainer->is_decided) EG_TRY(choose(&s, &trainer->tiles, &trainer->rung));
   if (trainer->tiles > 1) EG_TRY(tile_graph(machine->module, trainer->tiles));
   machine->graph = machine->module->graphs[0];
   return apply(&s, machine->graph, trainer->rung);

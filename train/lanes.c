@@ -31,6 +31,8 @@ static eg_status plan_lane(egi_lanes *lanes, const egi_backend *backend, egi_lan
   egi_binder binder;
   EG_TRY(egi_binder_begin(&binder, graph, arena));
   EG_TRY(egi_binder_finish(&binder, &lanes->inputs, &lane->bucket));
+  lane->bindings = binder.bindings;
+  lane->n_bindings = binder.n;
   egi_plan_options options = {.bindings = binder.bindings, .n_bindings = binder.n};
   return egi_plan_create(graph->module->ctx, graph, backend, &options, &lane->plan);
 }

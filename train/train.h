@@ -125,6 +125,8 @@ eg_status egi_binder_finish(egi_binder *binder, const egi_inputs *inputs, const 
 /* One planned shape: plan, session, and the bucket they are for. */
 typedef struct egi_lane {
   egi_bucket bucket;
+  const egi_binding *bindings; /* sizes of the graph's symbols */
+  size_t n_bindings;
   egi_plan *plan;
   egi_session *session;
 } egi_lane;
@@ -292,6 +294,11 @@ struct eg_trainer {
   egi_batch_limits limits;
   egi_lanes lanes;
   uint32_t tiles, rung; /* tiles of wide layers' rows, or 1; rung of buffer_checkpoints' ladder */
+  bool is_decided;      /* tiles and rung are those of a plan file */
+  bool is_planned_only; /* nothing is allocated: for eg_trainer_plan() */
+  bool has_stand_in;    /* the dataset stands for any of `tokens` tokens a row */
+  egi_device_description device;
+  uint64_t model_hash, graph_hash; /* texts of the imported graph and of the one before buffer_checkpoints */
   egi_plan *optimizer_plan;
   egi_session *optimizer_session;
   uint64_t n_steps, step; /* asked for, done */
@@ -306,8 +313,11 @@ typedef struct egi_trainer_memory {
   uint64_t transient; /* activations and workspace; of these live across the loss: */
   uint64_t saved;
   uint64_t fixed;
-  uint64_t total;
-  uint64_t pinned; /* in host memory beside it: what is offloaded */
+  uint64_t inputs;
+  uint64_t total;             /* of all above */
+  uint64_t quantised, copied; /* of the weights: as in egi_plan_bytes */
+  uint64_t pinned;            /* host memory for what is offloaded, outside the total */
+  uint64_t tables;            /* host memory for addresses, outside the total */
 } egi_trainer_memory;
 /* Of the trainer with these lanes in place of its own. */
 void egi_trainer_bytes(const eg_trainer *trainer, const egi_lanes *lanes, egi_trainer_memory *out_memory);
@@ -338,6 +348,22 @@ eg_status egi_batches_plan(const egi_inputs *inputs, const egi_documents *docume
                            bool is_in_order, egi_arena *arena, egi_batches *out_batches);
 /* Tokens of a micro-batch and what the model prescribes. */
 eg_status egi_batch_limits_make(const egi_inputs *inputs, uint32_t tokens, egi_batch_limits *out_limits);
+
+/* device_description.c: {"name", "flops_per_s": {"f32", "bf16", "f16"}, "memory_bytes_per_s", "to_host_bytes_per_s",
+ * "to_device_bytes_per_s", "memory_bytes", "launch_s"}; what is left out is as in egi_device_describe_cpu(). */
+eg_status egi_device_description_read(eg_context *ctx, const char *path, egi_device_description *out_device);
+/* plan_file.c: shapes and rung of options.plan; EG_ERROR_DATA says why the file does not fit. */
+eg_status egi_trainer_take_plan(eg_trainer *trainer, egi_batches *batches);
+/* plan_options.c: hashes of the graphs, before buffer_checkpoints. */
+eg_status egi_trainer_hash_graphs(eg_trainer *trainer);
+/* What a plan was made for, as a JSON object: one text for writing and comparing. */
+void egi_trainer_plan_options(const eg_trainer *trainer, egi_text *out);
+/* The hash that stands in the file: of what it was made for, its shapes and its decisions. */
+uint64_t egi_trainer_plan_hash(const eg_trainer *trainer);
+/* plan_document.c: the whole file. */
+eg_status egi_trainer_write_plan(const eg_trainer *trainer, egi_text *out);
+/* A trainer that is planned only, written and destroyed. */
+eg_status egi_trainer_plan(eg_model *model, eg_dataset *dataset, const eg_trainer_options *options, egi_text *out);
 
 eg_status egi_trainer_create(eg_model *model, eg_dataset *dataset, const eg_trainer_options *options,
                              eg_trainer **out_trainer);

@@ -57,6 +57,8 @@ static eg_status copy_options(eg_trainer *trainer, const eg_trainer_options *opt
   EG_TRY(copy_string(&trainer->arena, &trainer->options.exclude));
   EG_TRY(copy_string(&trainer->arena, &trainer->options.rank_pattern));
   EG_TRY(copy_string(&trainer->arena, &trainer->options.alpha_pattern));
+  EG_TRY(copy_string(&trainer->arena, &trainer->options.plan));
+  EG_TRY(copy_string(&trainer->arena, &trainer->options.device_description));
   return copy_string(&trainer->arena, &trainer->options.init_adapter);
 }
 
@@ -65,6 +67,41 @@ static eg_status check_peft(eg_trainer *trainer, const egi_peft *peft) {
     return egi_fail(trainer->ctx, EG_ERROR_UNSUPPORTED,
                     "%s: \"lora_dropout\" is %g; training with dropout is not supported", trainer->options.init_adapter,
                     peft->config.dropout);
+  return EG_OK;
+}
+
+/* ---- a plan without data ---- */
+
+/* One row of `tokens` tokens, all of them 0 and labels. */
+static eg_status add_stand_in(eg_trainer *trainer, uint32_t tokens) {
+  const egi_documents_room room = {.n_documents = tokens, .n_tokens = tokens};
+  egi_documents *documents;
+  eg_dataset *dataset = egi_allocate(trainer->ctx, EGI_PURPOSE_DATA, sizeof *dataset);
+  if (dataset == NULL) return EG_ERROR_MEMORY;
+  eg_status status = egi_documents_begin(trainer->ctx, "--tokens", &room, &documents);
+  if (status != EG_OK) {
+    egi_release(trainer->ctx, EGI_PURPOSE_DATA, dataset, sizeof *dataset);
+    return status;
+  }
+  egi_documents_end_document(documents, tokens);
+  *dataset = (eg_dataset){.ctx = trainer->ctx, .references = 1, .documents = documents};
+  egi_context_retain(trainer->ctx);
+  trainer->dataset = dataset;
+  trainer->has_stand_in = true;
+  return EG_OK;
+}
+
+/* Into documents as long as the model's tables of positions allow. */
+static eg_status cut_stand_in(eg_trainer *trainer) {
+  egi_documents *documents = trainer->dataset->documents;
+  uint64_t n_tokens = documents->n_tokens, longest = trainer->limits.longest;
+  egi_inputs inputs;
+  EG_TRY(egi_inputs_find(trainer->machine.graph, &trainer->arena, &inputs));
+  int64_t n_positions = egi_positions_count(trainer->machine.graph, &inputs);
+  if (n_positions > 0 && (uint64_t)n_positions < longest) longest = (uint64_t)n_positions;
+  documents->n_documents = documents->n_targets = 0;
+  for (uint64_t first = 0; first < n_tokens; first += longest)
+    egi_documents_end_document(documents, n_tokens - first < longest ? n_tokens - first : longest);
   return EG_OK;
 }
 
@@ -82,7 +119,9 @@ static eg_status report_cut(const eg_trainer *trainer) {
 }
 
 /* The optimizer's plan, and what buffer_checkpoints makes of the training graph for these shapes. */
-static eg_status settle_graphs(eg_trainer *trainer, const egi_batches *batches) {
+static eg_status settle_graphs(eg_trainer *trainer, egi_batches *batches) {
+  EG_TRY(egi_trainer_hash_graphs(trainer));
+  if (trainer->options.plan != NULL && trainer->dataset != NULL) EG_TRY(egi_trainer_take_plan(trainer, batches));
   egi_plan_options none = {.n_bindings = 0};
   EG_TRY(egi_plan_create(trainer->ctx, trainer->optimizer, trainer->machine.backend, &none, &trainer->optimizer_plan));
   return egi_trainer_checkpoint(trainer, batches);
@@ -92,7 +131,7 @@ static eg_status settle_graphs(eg_trainer *trainer, const egi_batches *batches) 
 static eg_status settle_without_data(eg_trainer *trainer) {
   const egi_batch_limits *limits = &trainer->limits;
   egi_bucket bucket = {1, limits->sequence > 0 ? limits->sequence : limits->longest};
-  const egi_batches batches = {.buckets = &bucket, .n_buckets = 1};
+  egi_batches batches = {.buckets = &bucket, .n_buckets = 1};
   if (bucket.sequence > 0 && limits->tokens / bucket.sequence > 1) bucket.batch = limits->tokens / bucket.sequence;
   if (bucket.batch > limits->rows) bucket.batch = limits->rows;
   return settle_graphs(trainer, &batches);
@@ -105,6 +144,7 @@ static eg_status plan_batches(eg_trainer *trainer) {
   EG_TRY(egi_inputs_find(trainer->machine.graph, &trainer->arena, &inputs));
   EG_TRY(
       egi_batches_plan(&inputs, trainer->dataset->documents, &trainer->limits, is_in_order, &trainer->arena, &batches));
+  trainer->lanes.inputs = inputs;
   trainer->batches = batches.ranges;
   trainer->n_batches = batches.count;
   EG_TRY(settle_graphs(trainer, &batches));
@@ -184,9 +224,11 @@ static eg_status make_graphs(eg_trainer *trainer, const egi_peft *peft) {
 static eg_status make(eg_trainer *trainer, const egi_peft *peft) {
   EG_TRY(make_graphs(trainer, peft));
   if (trainer->dataset == NULL) return settle_without_data(trainer);
+  if (trainer->has_stand_in) EG_TRY(cut_stand_in(trainer));
   EG_TRY(plan_batches(trainer));
   EG_TRY(check_targets(trainer));
   EG_TRY(check_budget(trainer));
+  if (trainer->is_planned_only) return EG_OK;
   EG_TRY(allocate(trainer, peft));
   trainer->n_steps = count_steps(trainer);
   set_state(trainer);
@@ -197,6 +239,9 @@ static eg_status fill(eg_trainer *trainer, const eg_trainer_options *options) {
   egi_peft *peft = NULL;
   EG_TRY(check_options(trainer->ctx, options));
   EG_TRY(copy_options(trainer, options));
+  egi_device_describe_cpu(&trainer->device);
+  if (options->device_description != NULL)
+    EG_TRY(egi_device_description_read(trainer->ctx, options->device_description, &trainer->device));
   if (options->init_adapter != NULL) EG_TRY(egi_peft_open(trainer->ctx, options->init_adapter, &peft));
   eg_status status = make(trainer, peft);
   /* The settings outlive the folder they were read from. */
@@ -205,8 +250,8 @@ static eg_status fill(eg_trainer *trainer, const eg_trainer_options *options) {
   return status;
 }
 
-/* Without a dataset: its graphs alone. */
-static eg_status create(eg_model *model, eg_dataset *dataset, const eg_trainer_options *options,
+/* Without a dataset: its graphs alone, or planned for one that stands in. */
+static eg_status create(eg_model *model, eg_dataset *dataset, const eg_trainer_options *options, bool is_planned_only,
                         eg_trainer **out_trainer) {
   eg_trainer *trainer = egi_allocate(model->ctx, EGI_PURPOSE_DATA, sizeof *trainer);
   if (trainer == NULL) return EG_ERROR_MEMORY;
@@ -214,12 +259,14 @@ static eg_status create(eg_model *model, eg_dataset *dataset, const eg_trainer_o
   trainer->ctx = model->ctx;
   trainer->model = model;
   trainer->dataset = dataset;
+  trainer->is_planned_only = is_planned_only;
   egi_context_retain(model->ctx);
   egi_model_retain(model);
   if (dataset != NULL) egi_dataset_retain(dataset);
   egi_arena_init(&trainer->arena, model->ctx, EGI_PURPOSE_DATA);
   atomic_init(&trainer->is_stop_requested, 0);
-  eg_status status = fill(trainer, options);
+  eg_status status = dataset == NULL && is_planned_only ? add_stand_in(trainer, options->tokens) : EG_OK;
+  if (status == EG_OK) status = fill(trainer, options);
   if (status != EG_OK) {
     egi_trainer_destroy(trainer);
     return status;
@@ -230,16 +277,24 @@ static eg_status create(eg_model *model, eg_dataset *dataset, const eg_trainer_o
 
 eg_status egi_trainer_create(eg_model *model, eg_dataset *dataset, const eg_trainer_options *options,
                              eg_trainer **out_trainer) {
-  return create(model, dataset, options, out_trainer);
+  return create(model, dataset, options, false, out_trainer);
 }
 
 eg_status egi_training_module(eg_model *model, const eg_trainer_options *options, egi_module **out_module) {
   eg_trainer *trainer;
-  EG_TRY(create(model, NULL, options, &trainer));
+  EG_TRY(create(model, NULL, options, false, &trainer));
   *out_module = trainer->machine.module;
   trainer->machine.module = NULL;
   egi_trainer_destroy(trainer);
   return EG_OK;
+}
+
+eg_status egi_trainer_plan(eg_model *model, eg_dataset *dataset, const eg_trainer_options *options, egi_text *out) {
+  eg_trainer *trainer;
+  EG_TRY(create(model, dataset, options, true, &trainer));
+  eg_status status = egi_trainer_write_plan(trainer, out);
+  egi_trainer_destroy(trainer);
+  return status;
 }
 
 void egi_trainer_destroy(eg_trainer *trainer) {

@@ -22,9 +22,29 @@ static void close_device(egi_device *device) {
   egi_context_release(ctx);
 }
 
+enum { PAGE_BYTES = 4096, CHUNK_BYTES = 1 << 22 };
+
+typedef struct region {
+  uint8_t *memory;
+  size_t size_bytes;
+} region;
+
+static void touch_chunk(void *argument, size_t index, size_t worker) {
+  const region *r = argument;
+  size_t first = index * CHUNK_BYTES, end = r->size_bytes - first < CHUNK_BYTES ? r->size_bytes : first + CHUNK_BYTES;
+  (void)worker;
+  for (size_t at = first; at < end; at += PAGE_BYTES) r->memory[at] = 0;
+}
+
+/* Buffers of a plan are resident before the first step: memory that the machine does not have is missed when a trainer
+ * is made, not at some step, and what is in use is what was planned. */
 static eg_status allocate(egi_device *device, egi_purpose purpose, size_t size_bytes, void **out_memory) {
-  *out_memory = egi_allocate(device->ctx, purpose, size_bytes);
-  return *out_memory ? EG_OK : EG_ERROR_MEMORY;
+  region r = {egi_allocate(device->ctx, purpose, size_bytes), size_bytes};
+  if (!r.memory) return EG_ERROR_MEMORY;
+  if (purpose == EGI_PURPOSE_STEP || purpose == EGI_PURPOSE_PINNED)
+    egi_pool_run(egi_context_pool(device->ctx), (size_bytes + CHUNK_BYTES - 1) / CHUNK_BYTES, touch_chunk, &r);
+  *out_memory = r.memory;
+  return EG_OK;
 }
 
 static void release(egi_device *device, egi_purpose purpose, void *memory, size_t size_bytes) {

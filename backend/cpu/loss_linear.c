@@ -96,6 +96,7 @@ static eg_status place_workspace(egi_kernel_plan *plan, linear_params *p) {
     total = total / 64 * 64;
   }
   plan->workspace_bytes = total;
+  plan->chunk_rows = p->is_gradient ? p->block_rows : p->tile_rows;
   return EG_OK;
 }
 

@@ -77,7 +77,7 @@ bad 2 'rank' train model.onnx --data data.jsonl --out run --config settings.json
 
 # ---- options of other versions: named, never ignored ----
 for option in '--device cuda' '--dtype bf16' \
-  '--optimizer adamw8bit' '--loss dpo' '--lora-dropout 0.1' '--neftune 5' '--init pissa' '--qat int4' '--plan p.json' \
+  '--optimizer adamw8bit' '--loss dpo' '--lora-dropout 0.1' '--neftune 5' '--init pissa' '--qat int4' \
   '--moe-dispatch loop' '--target-parameters a.b'; do
   # shellcheck disable=SC2086 # option and value
   bad 1 "$option is not in this version" train model.onnx --data data.jsonl --out run $option
@@ -86,7 +86,7 @@ bad 1 'no linear layer is named "x"' train model.onnx --data data.jsonl --out ru
 bad 1 'the regular expression "(q"' train model.onnx --data data.jsonl --out run --targets '(q'
 bad 1 'rank pattern: "q_proj" is not NAME=NUMBER' train model.onnx --data data.jsonl --out run --rank-pattern q_proj
 bad 1 'no adapter is named "lm_head"' train model.onnx --data data.jsonl --out run --alpha-pattern lm_head=3
-bad 1 'plan' plan model.onnx
+bad 1 'report' report model.onnx
 bad 2 '--weights and --random-weights' new --config config.json --weights . --random-weights 1 -o other.onnx
 bad 2 '--config is missing' new --random-weights 1 -o other.onnx
 
@@ -263,6 +263,22 @@ good eval rewritten.onnx --data data.jsonl
 good train model.onnx --data data.jsonl --out full --full --steps 2 --lr 1e-3 --log full.jsonl
 there full/model.onnx
 good eval full/model.onnx --data data.jsonl
+
+# ---- plans ----
+good plan model.onnx --tokens 64
+holds out 'MiB on the device'
+good plan model.onnx --tokens 64 -o plan.json
+there plan.json
+holds plan.json '"engraft_plan": 1'
+good plan model.onnx --data data.jsonl --json
+holds out '"shapes": \[\{"rows": 1, "tokens": 12\}\]'
+good train model.onnx --data data.jsonl --out planned --tokens 64 --plan plan.json --steps 2
+bad 1 'plan.json: the plan is for rank 16, not 8' train model.onnx --data data.jsonl --out refused --tokens 64 --plan plan.json --rank 8
+absent refused
+bad 1 'no-such.json' train model.onnx --data data.jsonl --out refused --plan no-such.json
+bad 1 'at least' plan model.onnx --memory-budget 100
+bad 2 'exclude each other' plan model.onnx --data data.jsonl --text data.jsonl
+bad 2 '--out' plan model.onnx --out run
 
 # ---- an interrupted run keeps what was learned ----
 checks=$((checks + 1))

@@ -1,0 +1,66 @@
+/* The description of a device, read from a JSON file. What it leaves out is as in egi_device_describe_cpu(). */
+#include "train/train.h"
+
+#include <string.h>
+
+#include <jansson.h>
+
+/* Numbers above 0. */
+static eg_status read_speed(const egi_json *json, const char *key, double *out) {
+  EG_TRY(egi_json_number(json, key, out));
+  if (*out > 0.0) return EG_OK;
+  return egi_fail(json->ctx, EG_ERROR_FORMAT, "%s: \"%s\" is not above 0", json->what, key);
+}
+
+static eg_status read_products(const egi_json *json, egi_device_description *device) {
+  json_t *object = json_object_get(json->object, "flops_per_s");
+  if (object == NULL) return EG_OK;
+  if (!json_is_object(object))
+    return egi_fail(json->ctx, EG_ERROR_FORMAT, "%s: \"flops_per_s\" is not an object", json->what);
+  const egi_json inner = {json->ctx, json->what, object};
+  EG_TRY(read_speed(&inner, "f32", &device->flops_f32));
+  EG_TRY(read_speed(&inner, "bf16", &device->flops_bf16));
+  return read_speed(&inner, "f16", &device->flops_f16);
+}
+
+/* A misspelt key must not pass for a default. */
+static eg_status check_keys(const egi_json *json) {
+  static const char *const known[] = {
+      "name",         "flops_per_s", "memory_bytes_per_s", "to_host_bytes_per_s", "to_device_bytes_per_s",
+      "memory_bytes", "launch_s"};
+  const char *key;
+  json_t *value;
+  json_object_foreach(json->object, key, value) {
+    bool is_known = false;
+    for (size_t i = 0; i < EGI_COUNT(known); i++) is_known = is_known || strcmp(known[i], key) == 0;
+    if (!is_known) return egi_fail(json->ctx, EG_ERROR_FORMAT, "%s: \"%s\" is not known", json->what, key);
+  }
+  return EG_OK;
+}
+
+static eg_status read(const egi_json *json, egi_device_description *device) {
+  const char *name = device->name;
+  int64_t memory_bytes = 0;
+  EG_TRY(check_keys(json));
+  EG_TRY(egi_json_string(json, "name", &name));
+  if (name != device->name) snprintf(device->name, sizeof device->name, "%s", name);
+  EG_TRY(read_products(json, device));
+  EG_TRY(read_speed(json, "memory_bytes_per_s", &device->memory_bytes_per_s));
+  EG_TRY(read_speed(json, "to_host_bytes_per_s", &device->to_host_bytes_per_s));
+  EG_TRY(read_speed(json, "to_device_bytes_per_s", &device->to_device_bytes_per_s));
+  EG_TRY(egi_json_integer(json, "memory_bytes", 0, INT64_MAX, &memory_bytes));
+  device->memory_bytes = (uint64_t)memory_bytes;
+  return read_speed(json, "launch_s", &device->launch_s);
+}
+
+eg_status egi_device_description_read(eg_context *ctx, const char *path, egi_device_description *out_device) {
+  egi_device_description device;
+  json_t *root;
+  egi_device_describe_cpu(&device);
+  EG_TRY(egi_json_read(ctx, path, &root));
+  const egi_json json = {ctx, path, root};
+  eg_status status = read(&json, &device);
+  json_decref(root);
+  if (status == EG_OK) *out_device = device;
+  return status;
+}
