@@ -160,6 +160,8 @@ typedef struct egi_decoder_builder {
 /* huggingface_parameters.c. The module of the nodes that follow: <path>.<module>.<child>, NULL: left out. */
 void egi_decoder_enter(egi_decoder_builder *b, const char *module, const char *child);
 bool egi_decoder_has_tensor(egi_decoder_builder *b, const char *part);
+/* The bytes of a tensor, where they lie in its file. */
+eg_status egi_decoder_refer(egi_decoder_builder *b, const egi_weight_location *found, egi_bytes *out_bytes);
 /* "<module>.<part>" from the files, or random; the value has the type of the activations. */
 egi_value_id egi_decoder_matrix(egi_decoder_builder *b, const char *part, int rank, const int64_t *dims);
 egi_value_id egi_decoder_vector(egi_decoder_builder *b, const char *part, int64_t length, double fill);
@@ -168,6 +170,9 @@ typedef struct egi_linear_shape {
   int64_t in, out;
   bool has_bias;
 } egi_linear_shape;
+/* huggingface_coded.c: the same where the files hold the entered module's weight as codes of bitsandbytes; 0: they do
+ * not. */
+egi_value_id egi_decoder_coded_linear(egi_decoder_builder *b, egi_value_id x, egi_linear_shape shape);
 egi_value_id egi_decoder_linear(egi_decoder_builder *b, const char *module, const char *name, egi_value_id x,
                                 egi_linear_shape shape);
 egi_value_id egi_decoder_norm(egi_decoder_builder *b, const char *module, const char *name, egi_value_id x,

@@ -151,11 +151,20 @@ static eg_status read_attention(const egi_json *json, egi_decoder_config *config
   return EG_OK;
 }
 
+/* Weights as 4-bit codes of bitsandbytes or as MXFP4; which of them are, the files tell. */
+static bool has_known_quantization(const egi_json *json) {
+  const json_t *quantization = json_object_get(json->object, "quantization_config");
+  if (quantization == NULL || json_is_null(quantization)) return true;
+  const char *method = json_string_value(json_object_get(quantization, "quant_method"));
+  if (method == NULL) return false;
+  if (strcmp(method, "mxfp4") == 0) return true;
+  return strcmp(method, "bitsandbytes") == 0 && json_is_true(json_object_get(quantization, "load_in_4bit"));
+}
+
 /* Settings that change the model and are not modelled. */
 static eg_status check_settings(const egi_json *json) {
   static const char *const flags[] = {"add_cross_attention", "use_bidirectional_attention"};
-  json_t *quantization = json_object_get(json->object, "quantization_config");
-  if (quantization != NULL && !json_is_null(quantization)) return fail_setting(json, "quantization_config");
+  if (!has_known_quantization(json)) return fail_setting(json, "quantization_config");
   for (size_t i = 0; i < EGI_COUNT(flags); i++) {
     bool is_on = false;
     EG_TRY(egi_json_boolean(json, flags[i], &is_on));

@@ -23,6 +23,15 @@ bool egi_decoder_has_tensor(egi_decoder_builder *b, const char *part) {
   return found.tensor != NULL;
 }
 
+eg_status egi_decoder_refer(egi_decoder_builder *b, const egi_weight_location *found, egi_bytes *out_bytes) {
+  *out_bytes = (egi_bytes){.kind = EGI_BYTES_MEMORY,
+                           .data = found->tensor->data,
+                           .size_bytes = found->tensor->size_bytes,
+                           .file = egi_arena_copy_text(&b->graph->module->arena, found->path, strlen(found->path)),
+                           .offset = found->offset};
+  return out_bytes->file != NULL ? EG_OK : EG_ERROR_MEMORY;
+}
+
 static eg_status take_from_files(egi_decoder_builder *b, egi_weight *weight) {
   eg_context *ctx = b->graph->module->ctx;
   egi_weight_location found;
@@ -49,12 +58,7 @@ static eg_status take_from_files(egi_decoder_builder *b, egi_weight *weight) {
     return egi_fail(ctx, EG_ERROR_UNSUPPORTED, "%s: tensor \"%s\" is of type %s; quantised weights are not supported",
                     found.path, weight->name, egi_dtype_name(found.tensor->dtype));
   weight->dtype = found.tensor->dtype;
-  weight->bytes = (egi_bytes){.kind = EGI_BYTES_MEMORY,
-                              .data = found.tensor->data,
-                              .size_bytes = found.tensor->size_bytes,
-                              .file = egi_arena_copy_text(&b->graph->module->arena, found.path, strlen(found.path)),
-                              .offset = found.offset};
-  return weight->bytes.file != NULL ? EG_OK : EG_ERROR_MEMORY;
+  return egi_decoder_refer(b, &found, &weight->bytes);
 }
 
 static egi_value_id add_parameter(egi_decoder_builder *b, const char *part, egi_weight *weight) {
@@ -89,6 +93,8 @@ egi_value_id egi_decoder_linear(egi_decoder_builder *b, const char *module, cons
   bool is_in_out = (b->config->family->flags & EGI_FAMILY_IN_OUT) != 0;
   const int64_t dims[2] = {is_in_out ? shape.in : shape.out, is_in_out ? shape.out : shape.in};
   egi_decoder_enter(b, module, name);
+  egi_value_id coded = egi_decoder_coded_linear(b, x, shape);
+  if (coded != 0 || b->emit.status != EG_OK) return coded;
   egi_value_id weight = egi_decoder_matrix(b, "weight", 2, dims);
   if (!is_in_out) weight = egi_emit_unary(&b->emit, EGI_OP_Transpose, weight);
   egi_value_id y = egi_emit_binary(&b->emit, EGI_OP_MatMul, x, weight);

@@ -158,6 +158,48 @@ void egi_documents_end_document(egi_documents *documents, uint64_t n_tokens);
 /* Labels that are the tokens themselves, from token `first` on, and at least the second. */
 void egi_documents_derive_labels(egi_documents *documents, uint64_t n_tokens, uint64_t first);
 
+/* ---- 4-bit layers of bitsandbytes ------------------------------------------------------------------------------- */
+
+/* The tensors of a Linear4bit as its state dict names them, "<module>.weight" and what follows a dot behind it. */
+typedef enum egi_bnb_tensor {
+  EGI_BNB_CODES,      /* u8: "" */
+  EGI_BNB_ABSMAX,     /* f32 [blocks], u8 where nested: "absmax" */
+  EGI_BNB_MAP,        /* f32 [16]: "quant_map" */
+  EGI_BNB_NESTED,     /* f32: "nested_absmax"; absent where scales are floats */
+  EGI_BNB_NESTED_MAP, /* f32 [256]: "nested_quant_map" */
+  EGI_BNB_STATE,      /* u8, JSON: "quant_state.bitsandbytes__nf4" or __fp4 */
+  EGI_BNB_TENSORS
+} egi_bnb_tensor;
+
+/* What the JSON says. */
+typedef struct egi_bnb_state {
+  unsigned type; /* egi_four_bit of base/blockwise.h */
+  int64_t block, out_features, in_features;
+  const char *dtype; /* of the matrix that was quantised: "bfloat16" */
+  bool is_nested;
+  double offset; /* of nested scales */
+} egi_bnb_state;
+
+/* Finds a tensor, or leaves *out_tensor NULL. */
+typedef eg_status (*egi_bnb_find)(void *userdata, const char *name, const egi_safetensor **out_tensor);
+typedef struct egi_bnb_source {
+  egi_bnb_find find;
+  void *userdata;
+  const char *what; /* the file, for messages */
+} egi_bnb_source;
+
+/* The tensors of a module's weight, named "<module>.weight", checked against each other. *out_is_there false: it is no
+ * quantised one. EG_ERROR_FORMAT names the tensor that is missing or does not fit; EG_ERROR_UNSUPPORTED another map. */
+eg_status egi_bnb_read(egi_arena *arena, const egi_bnb_source *source, const char *name, egi_bnb_state *out_state,
+                       egi_safetensor out_tensors[EGI_BNB_TENSORS], bool *out_is_there);
+/* Offset, map and scales of nested scales as egi_nested_decode() takes them, [egi_nested_count(blocks)]. */
+eg_status egi_bnb_nested(egi_arena *arena, const egi_bnb_state *state, const egi_safetensor *tensors,
+                         float **out_nested);
+/* Sets names of the tensors, and the state's with its JSON; the others' dtype, dims and data are the caller's. Returns
+ * how many there are in *out_count: those of nested scales are left out where there are none. */
+eg_status egi_bnb_write(egi_arena *arena, const char *name, const egi_bnb_state *state,
+                        egi_safetensor tensors[EGI_BNB_TENSORS], size_t *out_count);
+
 /* ---- Hugging Face models -------------------------------------------------------------------------------------- */
 
 /* The tensors of a folder: model.safetensors, or the shards that model.safetensors.index.json names. */

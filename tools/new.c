@@ -27,7 +27,9 @@ static eg_status make_file(tool *t, egi_weight_files *weights) {
   if (config == NULL) config = egi_path_join(&t->arena, tool_text(t, OPTION_WEIGHTS), "config.json");
   if (config == NULL) return EG_ERROR_MEMORY;
   EG_TRY(egi_huggingface_new(t->ctx, config, &options, &module));
-  eg_status status = egi_module_export(module, module->graphs[0], tool_text(t, OPTION_OUTPUT));
+  uint32_t count = 0;
+  eg_status status = egi_graph_call_bodies(module->graphs[0], EGI_BODIES_OWN, &count);
+  if (status == EG_OK) status = egi_module_export(module, module->graphs[0], tool_text(t, OPTION_OUTPUT));
   egi_module_destroy(module);
   return status;
 }

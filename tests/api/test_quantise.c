@@ -296,11 +296,124 @@ static void test_runner(void **state) {
   eg_model_destroy(model);
 }
 
+/* ---- folders that bitsandbytes would have written ---- */
+
+/* The tensors of one matrix as bitsandbytes names them, appended to the list. */
+static size_t encode(eg_context *ctx, egi_arena *arena, const egi_safetensor *from, bool is_nested,
+                     egi_safetensor *out) {
+  egi_quantisation q = {
+      .matrix = {.name = from->name, .dtype = from->dtype, .rank = 2, .dims = {from->dims[0], from->dims[1]}},
+      .n_matrices = 1,
+      .rows = from->dims[0],
+      .columns = from->dims[1],
+      .type = EGI_FOUR_BIT_NF4,
+      .block = 64,
+      .is_nested = is_nested};
+  egi_quantised_memory memory = {{NULL}};
+  q.matrix.bytes = (egi_bytes){.kind = EGI_BYTES_MEMORY, .data = from->data, .size_bytes = from->size_bytes};
+  uint64_t bytes[EGI_QUANTISED_PARTS];
+  for (unsigned i = 0; i < EGI_QUANTISED_PARTS; i++) {
+    bytes[i] = egi_quantised_bytes(&q, (egi_quantised_tensor)i);
+    if (bytes[i] > 0) memory.parts[i] = egi_arena_get(arena, (size_t)bytes[i], 1);
+  }
+  api_must(ctx, egi_quantise(ctx, &q, &memory));
+  const uint8_t *nested = memory.parts[EGI_QUANTISED_NESTED],
+                *map = (const uint8_t *)egi_four_bit_levels(EGI_FOUR_BIT_NF4);
+  egi_bnb_state state = {EGI_FOUR_BIT_NF4, 64, q.rows, q.columns, "float32", is_nested, 0.0};
+  egi_safetensor tensors[EGI_BNB_TENSORS] = {
+      [EGI_BNB_CODES] = {NULL, EG_DTYPE_U8, 2, {(int64_t)bytes[0], 1}, memory.parts[EGI_QUANTISED_CODES], bytes[0]},
+      [EGI_BNB_ABSMAX] = {NULL,
+                          is_nested ? EG_DTYPE_U8 : EG_DTYPE_F32,
+                          1,
+                          {(int64_t)(is_nested ? bytes[1] : bytes[1] / 4)},
+                          memory.parts[EGI_QUANTISED_SCALES],
+                          bytes[1]},
+      [EGI_BNB_MAP] = {NULL, EG_DTYPE_F32, 1, {16}, map, 64}};
+  if (is_nested) {
+    float offset;
+    uint64_t rest = bytes[2] - EGI_NESTED_HEADER * sizeof(float);
+    memcpy(&offset, nested, sizeof offset);
+    state.offset = (double)offset;
+    tensors[EGI_BNB_NESTED_MAP] = (egi_safetensor){NULL, EG_DTYPE_F32, 1, {256}, nested + 4, 1024};
+    tensors[EGI_BNB_NESTED] = (egi_safetensor){NULL, EG_DTYPE_F32, 1, {(int64_t)(rest / 4)}, nested + 1028, rest};
+  }
+  size_t count = 0;
+  api_must(ctx, egi_bnb_write(arena, from->name, &state, tensors, &count));
+  memcpy(out, tensors, count * sizeof *out);
+  return count;
+}
+
+static void write_folder(api_fixture *fixture, egi_arena *arena, bool is_nested) {
+  eg_context *ctx = fixture->ctx;
+  char path[256];
+  egi_safetensors *file;
+  api_must(ctx, egi_safetensors_open(ctx, EGI_TEST_DATA "/qwen3/hf/model.safetensors", &file));
+  size_t count = 0, total = egi_safetensors_count(file);
+  egi_safetensor *tensors = EGI_NEW(arena, egi_safetensor, total * EGI_BNB_TENSORS);
+  assert_non_null(tensors);
+  for (size_t i = 0; i < total; i++) {
+    const egi_safetensor *tensor = egi_safetensors_at(file, i);
+    if (egi_has_suffix(tensor->name, "_proj.weight"))
+      count += encode(ctx, arena, tensor, is_nested, tensors + count);
+    else
+      tensors[count++] = *tensor;
+  }
+  api_path(fixture, path, sizeof path, "model.safetensors");
+  api_must(ctx, egi_safetensors_write(ctx, path, tensors, count));
+  egi_safetensors_close(file);
+}
+
+static eg_model *load_folder(api_fixture *fixture, const char *folder) {
+  eg_context *ctx = fixture->ctx;
+  char path[256];
+  egi_weight_files *weights;
+  egi_module *module;
+  eg_model *model;
+  uint32_t n_calls = 0;
+  api_must(ctx, egi_weight_files_open(ctx, folder, &weights));
+  const egi_new_options options = {EG_DTYPE_UNDEFINED, 0, weights};
+  api_must(ctx, egi_huggingface_new(ctx, EGI_TEST_DATA "/qwen3/hf/config.json", &options, &module));
+  api_must(ctx, egi_graph_call_bodies(module->graphs[0], EGI_BODIES_OWN, &n_calls));
+  (void)snprintf(path, sizeof path, "%s/new.onnx", folder);
+  api_must(ctx, egi_module_export(module, module->graphs[0], path));
+  egi_module_destroy(module);
+  egi_weight_files_close(weights);
+  api_must(ctx, eg_model_load(ctx, path, NULL, &model));
+  (void)remove(path);
+  return model;
+}
+
+/* A model made of codes is the model whose matrices become the same codes at load. */
+static void test_folders(void **state) {
+  api_fixture *fixture = *state;
+  for (int is_nested = 0; is_nested < 2; is_nested++) {
+    egi_arena arena;
+    double of_file, of_load;
+    char path[256];
+    egi_arena_init(&arena, fixture->ctx, EGI_PURPOSE_DATA);
+    write_folder(fixture, &arena, is_nested != 0);
+    eg_model *codes = load_folder(fixture, fixture->directory);
+    eg_model *floats = load(fixture->ctx, "qwen3/model.dynamo-op23-sdpa.onnx");
+    eg_dataset *dataset = api_dataset(fixture->ctx, 4, 12);
+    egi_evaluate_options options = {.tokens = 64};
+    api_must(fixture->ctx, egi_evaluate_model(codes, &options, dataset->documents, &of_file));
+    api_must(fixture->ctx, egi_quantise_options_make(fixture->ctx, EG_QUANT_NF4, 64, is_nested, &options.quantise));
+    api_must(fixture->ctx, egi_evaluate_model(floats, &options, dataset->documents, &of_load));
+    assert_true(fabs(of_file - of_load) <= 1e-6 * of_load);
+    eg_dataset_destroy(dataset);
+    eg_model_destroy(codes);
+    eg_model_destroy(floats);
+    (void)remove(api_path(fixture, path, sizeof path, "model.safetensors"));
+    egi_arena_clear(&arena);
+  }
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test_setup_teardown(test_curves, api_setup, api_teardown),
                                      cmocka_unit_test_setup_teardown(test_left_alone, api_setup, api_teardown),
                                      cmocka_unit_test_setup_teardown(test_memory, api_setup, api_teardown),
                                      cmocka_unit_test_setup_teardown(test_refused, api_setup, api_teardown),
-                                     cmocka_unit_test_setup_teardown(test_runner, api_setup, api_teardown)};
+                                     cmocka_unit_test_setup_teardown(test_runner, api_setup, api_teardown),
+                                     cmocka_unit_test_setup_teardown(test_folders, api_setup, api_teardown)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -215,7 +215,7 @@ static void test_bad_configs(void **state) {
       {"{\"model_type\":\"llama\",\"rms_norm_eps\":-1," SIZES "}", "rms_norm_eps"},
       {"{\"model_type\":\"llama\",\"initializer_range\":-1," SIZES "}", "initializer_range"},
       {"{\"model_type\":\"llama\",\"hidden_act\":\"mish\"," SIZES "}", "\"hidden_act\" \"mish\""},
-      {"{\"model_type\":\"llama\",\"quantization_config\":{\"quant_method\":\"mxfp4\"}," SIZES "}",
+      {"{\"model_type\":\"llama\",\"quantization_config\":{\"quant_method\":\"gptq\"}," SIZES "}",
        "quantization_config"},
       {"{\"model_type\":\"llama\",\"rope_theta\":0.5," SIZES "}", "rope_theta"},
       {"{\"model_type\":\"llama\",\"rope_scaling\":[]," SIZES "}", "\"rope_scaling\" is not an object"},
