@@ -18,9 +18,32 @@ static void list(writer *w, const char *name, int64_t a) {
   egi_body_integers(w->body, name, &a, 1);
 }
 
+/* `out` = `base` + scale · (rows · Aᵀ)·Bᵀ for each expert. */
+static void add_adapter(writer *w, const char *out, const char *base, const char *rows, egi_moe_role role) {
+  unsigned a = w->moe.first[egi_moe_adapter(role)];
+  const int64_t down[3] = {w->moe.n_experts, -1, egi_body_size(w->body, a, 1)}, up[3] = {0, -1, w->moe.n_experts};
+  char name[40];
+  snprintf(name, sizeof name, "%s_down_shape", out);
+  egi_body_integers(w->body, name, down, 3);
+  snprintf(name, sizeof name, "%s_up_shape", out);
+  egi_body_integers(w->body, name, up, 3);
+  snprintf(name, sizeof name, "%s_scale", out);
+  egi_body_number(w->body, name, w->moe.adapter_scales[role / 2], "x");
+  egi_text_format(w->body->text,
+                  "%s_a = Reshape (in%u, %s_down_shape)\n%s_at = Transpose <perm = [0, 2, 1]> (%s_a)\n"
+                  "%s_b_ = Reshape (in%u, %s_up_shape)\n%s_bt = Transpose <perm = [2, 1, 0]> (%s_b_)\n"
+                  "%s_low = MatMul (%s, %s_at)\n%s_high = MatMul (%s_low, %s_bt)\n"
+                  "%s_scaled = Mul (%s_high, %s_scale)\n%s = Add (%s, %s_scaled)\n",
+                  out, a, out, out, out, out, a + 1, out, out, out, out, rows, out, out, out, out, out, out, out, out,
+                  base, out);
+}
+
 /* `out` = rows · Wᵀ + b for each expert, [E, rows, n]. */
-static void add_product(writer *w, const char *out, const char *rows, egi_moe_role role, int64_t columns) {
+static void add_product(writer *w, const char *result, const char *rows, egi_moe_role role, int64_t columns) {
   egi_text *text = w->body->text;
+  bool has_adapter = w->moe.counts[egi_moe_adapter(role)] > 0;
+  char out[24];
+  snprintf(out, sizeof out, "%s%s", result, has_adapter ? "_base" : "");
   const egi_ragged ragged = egi_moe_projection(&w->moe, role, columns);
   char name[32];
   bool has_bias = ragged.counts[EGI_RAGGED_BIAS] > 0;
@@ -28,10 +51,12 @@ static void add_product(writer *w, const char *out, const char *rows, egi_moe_ro
   egi_body_add_experts(w->body, &ragged, name, "x");
   egi_text_format(text, "%s_t = Transpose <perm = [0, 2, 1]> (%s_m)\n%s%s = MatMul (%s, %s_t)\n", out, out, out,
                   has_bias ? "_p" : "", rows, out);
-  if (!has_bias) return;
-  snprintf(name, sizeof name, "%s_b", out);
-  egi_body_add_expert_biases(w->body, &ragged, name);
-  egi_text_format(text, "%s_b1 = Unsqueeze (%s_b, middle_axis)\n%s = Add (%s_p, %s_b1)\n", out, out, out, out, out);
+  if (has_bias) {
+    snprintf(name, sizeof name, "%s_b", out);
+    egi_body_add_expert_biases(w->body, &ragged, name);
+    egi_text_format(text, "%s_b1 = Unsqueeze (%s_b, middle_axis)\n%s = Add (%s_p, %s_b1)\n", out, out, out, out, out);
+  }
+  if (has_adapter) add_adapter(w, result, out, rows, role);
 }
 
 /* gate and up from the products. */

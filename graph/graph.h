@@ -233,6 +233,7 @@ typedef struct egi_state {
   bool is_transposed;         /* the file holds the 2-D transpose of what the graph holds */
   bool is_vector;             /* the file holds one dim, whatever dims of 1 the graph has beside it */
   bool has_decay;             /* weight decay applies */
+  uint32_t n_stacked;         /* an adapter of that many experts in one, or 0 */
   const egi_rows_part *parts; /* in the file: tensors of these names and rows (its first dim); NULL: the whole */
   uint32_t n_parts;
 } egi_state;

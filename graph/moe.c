@@ -53,6 +53,18 @@ eg_status egi_moe_read_router(const egi_graph *graph, egi_node_id id, egi_moe *m
   return EG_OK;
 }
 
+static eg_status read_adapters(const egi_graph *graph, egi_node_id id, egi_moe *moe) {
+  const egi_attribute *scales = egi_node_attribute(&graph->nodes[id], "adapter_scales");
+  bool has_scales = scales != NULL && scales->kind == EGI_ATTRIBUTE_FLOATS && scales->count == 3;
+  for (uint32_t i = 0; i < 3; i++) {
+    uint32_t a = moe->counts[EGI_MOE_GATE_A + 2 * i], b = moe->counts[EGI_MOE_GATE_B + 2 * i];
+    if (a != b || a > 1 || (a == 1 && (moe->counts[2 * i] == 0 || !has_scales)))
+      return egi_fail_node(graph, id, EG_ERROR_FORMAT, "its adapters are not whole");
+    moe->adapter_scales[i] = has_scales ? (double)scales->u.floats[i] : 0.0;
+  }
+  return EG_OK;
+}
+
 static eg_status read_roles(const egi_graph *graph, egi_node_id id, egi_moe *moe) {
   int64_t n_experts = moe->n_experts;
   const egi_node *node = &graph->nodes[id];
@@ -69,6 +81,7 @@ static eg_status read_roles(const egi_graph *graph, egi_node_id id, egi_moe *moe
     next += (uint32_t)count;
   }
   for (uint32_t i = 0; i < 3; i++) moe->is_transposed[i] = i < n_transposed && transposed[i] != 0;
+  EG_TRY(read_adapters(graph, id, moe));
   moe->n_inputs = next;
   bool is_separate = moe->form == EGI_MOE_SEPARATE;
   if (moe->counts[EGI_MOE_GATE] == 0 || moe->counts[EGI_MOE_DOWN] == 0 || (moe->counts[EGI_MOE_UP] != 0) != is_separate)

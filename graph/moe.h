@@ -4,7 +4,11 @@
  * egi_moe_role. Attribute `experts` is E; `roles` counts the inputs of each role: 0 (the experts have none), 1 (a stack
  * over the experts) or E (one input an expert). Of a stack [E, N, K] (or [E, K, N], where `transposed` says so for
  * gate, up and down) expert e has the matrix [N, K] of y = W·x + b. Rows of `gate` are those of gate and up together
- * unless both stand alone. */
+ * unless both stand alone.
+ *
+ * The last six roles are adapters: to W of expert e is added scale · B_e·A_e, with the scale in `adapter_scales` (gate,
+ * up, down), A [E·r, K] holding row k of expert e at e·r + k and B [N, r·E] its column k at k·E + e, as PEFT lays out
+ * target_parameters. */
 #ifndef ENGRAFT_GRAPH_MOE_H
 #define ENGRAFT_GRAPH_MOE_H
 
@@ -23,6 +27,12 @@ typedef enum egi_moe_role {
   EGI_MOE_UP_ZEROS,
   EGI_MOE_DOWN_SCALES,
   EGI_MOE_DOWN_ZEROS,
+  EGI_MOE_GATE_A,
+  EGI_MOE_GATE_B,
+  EGI_MOE_UP_A,
+  EGI_MOE_UP_B,
+  EGI_MOE_DOWN_A,
+  EGI_MOE_DOWN_B,
   EGI_MOE_ROLES
 } egi_moe_role;
 
@@ -61,6 +71,7 @@ typedef struct egi_moe {
   bool is_quantised;           /* storage "nbits" */
   int64_t bits, block_size;    /* block_size 0: a row */
   bool is_transposed[3];       /* gate, up, down */
+  double adapter_scales[3];
   uint32_t counts[EGI_MOE_ROLES], first[EGI_MOE_ROLES];
   uint32_t n_inputs; /* of the forward node */
 } egi_moe;
@@ -72,6 +83,10 @@ eg_status egi_moe_read(const egi_graph *graph, egi_node_id node, egi_moe *out_mo
 /* Input that holds expert `expert`'s part of the role; the role must be there. */
 static inline uint32_t egi_moe_input(const egi_moe *moe, egi_moe_role role, int64_t expert) {
   return moe->first[role] + (moe->counts[role] > 1 ? (uint32_t)expert : 0);
+}
+/* The adapter's A of gate, up or down; B follows. */
+static inline egi_moe_role egi_moe_adapter(egi_moe_role role) {
+  return (egi_moe_role)(EGI_MOE_GATE_A + role);
 }
 /* The attribute's text. */
 const char *egi_moe_activation_name(egi_moe_activation activation);

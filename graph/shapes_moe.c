@@ -29,9 +29,25 @@ static bool matrix_rows(const egi_inference *in, const egi_moe *moe, egi_moe_rol
   return number_of(in, value->dims[row], out_rows);
 }
 
+/* A [E·r, k], B [n, r·E] */
+static eg_status check_adapter(const egi_inference *in, const egi_moe *moe, egi_moe_role role, const int64_t size[2]) {
+  unsigned a = moe->first[egi_moe_adapter(role)];
+  if (moe->counts[egi_moe_adapter(role)] == 0) return EG_OK;
+  EG_TRY(egi_shape_check_input_rank(in, a, 2));
+  EG_TRY(egi_shape_check_input_rank(in, a + 1, 2));
+  const egi_value *down = egi_shape_input(in, a), *up = egi_shape_input(in, a + 1);
+  EG_TRY(egi_shape_equal(in, "an adapter's inputs", down->dims[1], egi_dim_constant(in->dims, size[1]), NULL));
+  EG_TRY(egi_shape_equal(in, "an adapter's outputs", up->dims[0], egi_dim_constant(in->dims, size[0]), NULL));
+  EG_TRY(egi_shape_equal(in, "ranks of all experts", up->dims[1], down->dims[0], NULL));
+  int64_t ranks = 0;
+  if (number_of(in, down->dims[0], &ranks) && ranks % moe->n_experts == 0) return EG_OK;
+  return egi_shape_fail(in, "the ranks of an adapter do not fit %lld experts", (long long)moe->n_experts);
+}
+
 static eg_status check_matrix(const egi_inference *in, const egi_moe *moe, egi_moe_role role, int64_t n_experts,
                               const int64_t size[2]) {
   int64_t n = size[0], k = size[1];
+  EG_TRY(check_adapter(in, moe, role, size));
   egi_moe_role scales = (egi_moe_role)(EGI_MOE_GATE_SCALES + role), zeros = (egi_moe_role)(EGI_MOE_GATE_ZEROS + role);
   EG_TRY(check_operand(in, moe, (egi_moe_role)(role + 1), (const int64_t[]){n_experts, n}, 1));
   if (!moe->is_quantised) {

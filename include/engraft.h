@@ -321,6 +321,12 @@ typedef enum eg_pooling {
   EG_POOLING_OUTPUT /* the model's own output [batch, size] */
 } eg_pooling;
 
+/* How the experts of a mixture are run; results are equal. */
+typedef enum eg_moe_dispatch {
+  EG_MOE_FUSED, /* all of them by one product over rows sorted by expert */
+  EG_MOE_LOOP   /* one after the other: for comparison */
+} eg_moe_dispatch;
+
 /* Where the bounds and positions of packed documents are made; results are equal. */
 typedef enum eg_packing_cache {
   EG_PACKING_CACHE_ON,      /* once a micro-batch */
@@ -351,7 +357,7 @@ struct eg_trainer_options {
   double alpha;             /* scale = alpha / rank, or alpha / sqrt(rank) with rslora */
   const char *targets;      /* "all-linear" (each linear layer but the output head), or names separated by commas, each
                                matched as PEFT does: the whole module path or its end after a dot; or a regular expression
-                               (a text with one of \\ ^ $ * + ? ( ) [ ] { } |) that a whole path matches */
+                               (a text with one of \\ ^ $ * + ? ( ) [ ] { } |) that a whole path matches; or "none" */
   const char *init_adapter; /* PEFT folder to go on from: gives rank, alpha and targets; NULL: new adapters */
   eg_lora_init init;
   double learning_rate;
@@ -389,13 +395,16 @@ struct eg_trainer_options {
                            those of the file; NULL: decided anew */
   const char *device_description; /* JSON file: how fast the device is (docs/plan.md); NULL: a processor of no
                                      particular kind */
+  const char *target_parameters;  /* experts to put adapters on, "mlp.experts.gate_up_proj,mlp.experts.down_proj", each
+                                     matched as PEFT does: the whole name or its end after a dot; NULL, "none": none */
+  eg_moe_dispatch moe_dispatch;
 };
 #define EG_TRAINER_OPTIONS_INIT                                                                                       \
   {                                                                                                                   \
     sizeof(eg_trainer_options), "cpu", EG_DTYPE_F32, 0, 16, 16.0, "all-linear", NULL, EG_LORA_INIT_DEFAULT, 2e-4,     \
         EG_SCHEDULE_CONSTANT, 0.0, 0.0, 0.9, 0.999, 1e-8, 1.0, 2048, 1, 0, 1.0, 0, 0, 0, EG_PACKING_AUTO,             \
         EG_PACKING_CACHE_ON, EG_CHECKPOINT_AUTO, 0, 0, EG_LOSS_AUTO, EG_POOLING_AUTO, 20.0, 0, NULL, NULL, NULL, 1.0, \
-        EG_QUANT_NONE, 64, 1, NULL, NULL                                                                              \
+        EG_QUANT_NONE, 64, 1, NULL, NULL, NULL, EG_MOE_FUSED                                                          \
   }
 
 /* What a step did. */

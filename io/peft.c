@@ -53,7 +53,7 @@ static const key_row key_rows[] = {{"alora_invocation_tokens", RULE_UNSET},
                                    {"revision", RULE_ANY},
                                    {"runtime_config", RULE_ANY},
                                    {"target_modules", RULE_ANY},
-                                   {"target_parameters", RULE_UNSET},
+                                   {"target_parameters", RULE_ANY},
                                    {"task_type", RULE_ANY},
                                    {"trainable_token_indices", RULE_UNSET},
                                    {"use_bdlora", RULE_UNSET},
@@ -116,16 +116,16 @@ static eg_status check_init(const egi_json *json) {
                   json->what, json_string_value(value));
 }
 
-/* Names joined by commas into the arena. */
-static eg_status join_names(const egi_json *json, const json_t *list, egi_arena *arena, const char **out_names) {
+/* Names of the key's list joined by commas into the arena. */
+static eg_status join_names(const egi_json *json, const char *key, const json_t *list, egi_arena *arena,
+                            const char **out_names) {
   egi_text text;
   egi_text_init(&text, json->ctx);
   eg_status status = EG_OK;
   for (size_t i = 0; i < json_array_size(list) && status == EG_OK; i++) {
     const char *name = json_string_value(json_array_get(list, i));
     if (name == NULL || name[0] == '\0' || strchr(name, ',') != NULL)
-      status = egi_fail(json->ctx, EG_ERROR_FORMAT, "%s: \"target_modules\" holds something that is no module name",
-                        json->what);
+      status = egi_fail(json->ctx, EG_ERROR_FORMAT, "%s: \"%s\" holds something that is no name", json->what, key);
     else
       egi_text_format(&text, "%s%s", i > 0 ? "," : "", name);
   }
@@ -152,9 +152,22 @@ static eg_status read_targets(const egi_json *json, egi_arena *arena, egi_peft_c
     if (strcmp(json_string_value(targets), "all-linear") == 0) config->targets = "all-linear";
     return EG_OK; /* a regular expression of Python: the tensors say which modules it matched */
   }
+  if (json_is_array(targets) && json_array_size(targets) == 0 && config->parameters != NULL) return EG_OK;
   if (!json_is_array(targets) || json_array_size(targets) == 0)
     return egi_fail(json->ctx, EG_ERROR_FORMAT, "%s: \"target_modules\" names no module", json->what);
-  return join_names(json, targets, arena, &config->targets);
+  return join_names(json, "target_modules", targets, arena, &config->targets);
+}
+
+static eg_status read_parameters(const egi_json *json, egi_arena *arena, egi_peft_config *config) {
+  json_t *parameters = json_object_get(json->object, "target_parameters");
+  if (parameters == NULL || is_unset(parameters)) return EG_OK;
+  if (!json_is_array(parameters))
+    return egi_fail(json->ctx, EG_ERROR_FORMAT, "%s: \"target_parameters\" is no list of names", json->what);
+  if (config->dropout > 0.0)
+    return egi_fail(json->ctx, EG_ERROR_UNSUPPORTED,
+                    "%s: \"lora_dropout\" is %g, which PEFT does not allow beside \"target_parameters\"", json->what,
+                    config->dropout);
+  return join_names(json, "target_parameters", parameters, arena, &config->parameters);
 }
 
 /* PEFT's rule (peft/utils/other.py, get_pattern_key). */
@@ -218,6 +231,7 @@ static eg_status read_config(const egi_json *json, egi_arena *arena, egi_peft_co
   }
   EG_TRY(read_patterns(json, "rank_pattern", arena, &config->ranks, &config->n_ranks));
   EG_TRY(read_patterns(json, "alpha_pattern", arena, &config->alphas, &config->n_alphas));
+  EG_TRY(read_parameters(json, arena, config));
   return read_targets(json, arena, config);
 }
 
@@ -297,6 +311,7 @@ static eg_status copy_patterns(egi_arena *arena, const egi_peft_pattern **patter
 
 eg_status egi_peft_config_copy(egi_arena *arena, egi_peft_config *config) {
   EG_TRY(copy_string(arena, &config->targets));
+  EG_TRY(copy_string(arena, &config->parameters));
   EG_TRY(copy_string(arena, &config->base_model));
   EG_TRY(copy_patterns(arena, &config->ranks, config->n_ranks));
   return copy_patterns(arena, &config->alphas, config->n_alphas);

@@ -33,9 +33,11 @@ static void add_patterns(egi_text *text, const char *key, const egi_peft_pattern
   egi_text_add(text, count > 0 ? "\n  },\n" : "},\n");
 }
 
-static void add_targets(egi_text *text, egi_arena *arena, const char *targets) {
-  egi_text_add(text, "  \"target_modules\": ");
-  if (targets == NULL || strcmp(targets, "all-linear") == 0) {
+static void add_names(egi_text *text, egi_arena *arena, const char *key, const char *targets) {
+  egi_text_format(text, "  \"%s\": ", key);
+  if (targets != NULL && targets[0] == '\0') {
+    egi_text_add(text, "[]");
+  } else if (targets == NULL || strcmp(targets, "all-linear") == 0) {
     egi_text_json(text, "all-linear");
   } else {
     egi_text_add(text, "[");
@@ -66,7 +68,8 @@ static void write_config(egi_text *text, egi_arena *arena, const egi_peft_config
   add_string(text, "peft_type", "LORA");
   egi_text_format(text, "  \"r\": %u,\n", (unsigned)config->rank);
   add_patterns(text, "rank_pattern", config->ranks, config->n_ranks);
-  add_targets(text, arena, config->targets);
+  add_names(text, arena, "target_modules", config->targets);
+  if (config->parameters != NULL) add_names(text, arena, "target_parameters", config->parameters);
   add_string(text, "task_type", "CAUSAL_LM");
   egi_text_format(text, "  \"use_dora\": false,\n  \"use_rslora\": %s\n}\n", config->use_rslora ? "true" : "false");
 }

@@ -87,6 +87,25 @@ static egi_value_id emit_product(dispatcher *state, const product *p, const egi_
   return egi_emit(&state->emit, EGI_OP_RaggedLinear, inputs, n_operands + EGI_RAGGED_FIRST_ROLE, attributes, n);
 }
 
+/* A [E·r, K] as [E, r, K], B [N, r·E] as [E, N, r]: views. */
+static egi_value_id emit_adapter(dispatcher *state, egi_moe_role role, egi_value_id x, egi_value_id y,
+                                 egi_value_id row_weight) {
+  const egi_moe *moe = &state->moe;
+  egi_emitter *emit = &state->emit;
+  const egi_value_id *adapter = &state->node.inputs[moe->first[egi_moe_adapter(role)]];
+  const int64_t by_expert[3] = {moe->n_experts, -1, columns_of(state, x)}, by_rank[3] = {0, -1, moe->n_experts};
+  static const int64_t perm[3] = {2, 0, 1};
+  const egi_attribute order = egi_attribute_ints("perm", perm, 3);
+  egi_value_id a = egi_emit_binary(emit, EGI_OP_Reshape, adapter[0], egi_emit_integers(emit, by_expert, 3));
+  egi_value_id b = egi_emit_binary(emit, EGI_OP_Reshape, adapter[1], egi_emit_integers(emit, by_rank, 3));
+  b = egi_emit(emit, EGI_OP_Transpose, &b, 1, &order, 1);
+  const egi_ragged plain = {.n_experts = moe->n_experts, .counts = {1}};
+  const product down = {.x = x, .row_weight = row_weight, .alpha = 1.0};
+  product up = {.addend = y, .alpha = moe->adapter_scales[role / 2]};
+  up.x = emit_product(state, &down, &plain, &a, 1);
+  return emit_product(state, &up, &plain, &b, 1);
+}
+
 /* x times the experts' matrices of the role. */
 static egi_value_id emit_projection(dispatcher *state, egi_moe_role role, egi_value_id x, egi_value_id row_weight) {
   egi_ragged ragged = egi_moe_projection(&state->moe, role, 0);
@@ -99,7 +118,8 @@ static egi_value_id emit_projection(dispatcher *state, egi_moe_role role, egi_va
   for (unsigned i = 0; i < EGI_RAGGED_ROLES; i++)
     for (uint32_t k = 0; k < ragged.counts[i]; k++) operands[n++] = state->node.inputs[ragged.first[i] + k];
   const product p = {.x = x, .row_weight = row_weight, .alpha = 1.0};
-  return emit_product(state, &p, &ragged, operands, n);
+  egi_value_id y = emit_product(state, &p, &ragged, operands, n);
+  return state->moe.counts[egi_moe_adapter(role)] > 0 ? emit_adapter(state, role, x, y, row_weight) : y;
 }
 
 /* ---- the activation ------------------------------------------------------------------------------------------- */

@@ -1,6 +1,7 @@
-/* LoRA beside the linear layers that the caller chose: y + scale · (x·Aᵀ)·Bᵀ (Hu et al. 2021, arXiv:2106.09685), A
- * [r, in] and B [out, r] as PEFT stores them; or, for full training, a state in the place of every parameter. States
- * that the module has already, from another graph, are used again. Precondition: after name_modules, float32. */
+/* LoRA beside the linear layers and on the experts that the caller chose: y + scale · (x·Aᵀ)·Bᵀ (Hu et al. 2021,
+ * arXiv:2106.09685), A [r, in] and B [out, r] as PEFT stores them; or, for full training, a state in the place of every
+ * parameter. States that the module has already, from another graph, are used again. Precondition: after name_modules,
+ * float32. */
 #include <string.h>
 
 #include "passes/passes.h"
@@ -12,7 +13,8 @@ typedef struct grafter {
   egi_redirect redirect;
   egi_map states; /* pool digit and name -> index in the module */
   egi_linear *linears;
-  size_t n_linears;
+  egi_expert_parameter *experts;
+  size_t n_linears, n_experts;
 } grafter;
 
 /* ---- states ----------------------------------------------------------------------------------------------------- */
@@ -65,8 +67,9 @@ static eg_status make_trainable(grafter *state, const egi_state *parameter, egi_
 /* ---- LoRA ------------------------------------------------------------------------------------------------------- */
 
 static eg_status make_adapter_state(grafter *state, const char *path, char which, const int64_t dims[2],
-                                    egi_value_id *out_value) {
+                                    uint32_t n_stacked, egi_value_id *out_value) {
   egi_state parameter = {.pool = EGI_POOL_PARAMETERS, .dtype = EG_DTYPE_F32, .rank = 2, .has_decay = true};
+  parameter.n_stacked = n_stacked;
   parameter.name = egi_arena_format(&state->arena, "base_model.model.%s.lora_%c.weight", path, which);
   parameter.dims[0] = dims[0];
   parameter.dims[1] = dims[1];
@@ -80,8 +83,8 @@ static eg_status graft_one(grafter *state, const egi_linear *linear, const egi_a
   if (graph->values[x].dtype != EG_DTYPE_F32)
     return egi_fail_node(graph, linear->node, EG_ERROR_UNSUPPORTED, "an adapter needs float32, this computes in %s",
                          egi_dtype_name(graph->values[x].dtype));
-  EG_TRY(make_adapter_state(state, linear->path, 'A', a_dims, &a));
-  EG_TRY(make_adapter_state(state, linear->path, 'B', b_dims, &b));
+  EG_TRY(make_adapter_state(state, linear->path, 'A', a_dims, 0, &a));
+  EG_TRY(make_adapter_state(state, linear->path, 'B', b_dims, 0, &b));
   egi_emitter emit = {.graph = graph, .scope = linear->path};
   egi_value_id down = egi_emit_binary(&emit, EGI_OP_MatMul, x, egi_emit_unary(&emit, EGI_OP_Transpose, a));
   const egi_value_id inputs[3] = {y, down, egi_emit_unary(&emit, EGI_OP_Transpose, b)};
@@ -94,6 +97,24 @@ static eg_status graft_one(grafter *state, const egi_linear *linear, const egi_a
   if (!is_done) return egi_fail_node(graph, n_nodes, EG_ERROR_INTERNAL, "cannot take the place of an output");
   state->run->report->n_matched++;
   return EG_OK;
+}
+
+static eg_status graft_experts(grafter *state, const egi_expert_parameter *parameter, const egi_adapter_target *target,
+                               bool has_down_adapter) {
+  int64_t ranks = parameter->n_experts * (int64_t)target->rank;
+  const int64_t a_dims[2] = {ranks, parameter->in_features}, b_dims[2] = {parameter->out_features, ranks};
+  const egi_value *x = &state->graph->values[state->graph->nodes[parameter->node].inputs[0]];
+  const char *tensors = egi_expert_tensors(&state->arena, parameter, has_down_adapter);
+  uint32_t n_stacked = (uint32_t)parameter->n_experts;
+  egi_value_id a = 0, b = 0;
+  if (tensors == NULL) return EG_ERROR_MEMORY;
+  if (x->dtype != EG_DTYPE_F32)
+    return egi_fail_node(state->graph, parameter->node, EG_ERROR_UNSUPPORTED,
+                         "an adapter needs float32, this computes in %s", egi_dtype_name(x->dtype));
+  EG_TRY(make_adapter_state(state, tensors, 'A', a_dims, n_stacked, &a));
+  EG_TRY(make_adapter_state(state, tensors, 'B', b_dims, n_stacked, &b));
+  state->run->report->n_matched++;
+  return egi_graft_experts(state->graph, parameter, a, b, target->scale);
 }
 
 /* Everything but the new sums takes the sums instead of the frozen layers' results. */
@@ -124,7 +145,7 @@ static eg_status fail_unmatched(grafter *state, const egi_map *paths) {
   }
   eg_status status = egi_text_status(&text);
   if (status == EG_OK && text.length > 0)
-    status = egi_fail(state->run->ctx, EG_ERROR_DATA, "the model has no linear layer for the adapters of %s",
+    status = egi_fail(state->run->ctx, EG_ERROR_DATA, "the model has no linear layer or experts for the adapters of %s",
                       egi_text_string(&text));
   egi_text_free(&text);
   return status;
@@ -137,6 +158,8 @@ static eg_status graft_all(grafter *state) {
   egi_map_init(&paths, &state->arena);
   EG_TRY(egi_find_linears(state->graph, &state->arena, &state->linears, &state->n_linears));
   for (size_t i = 0; i < state->n_linears; i++) EG_TRY(egi_map_put(&paths, state->linears[i].path, (uint32_t)i));
+  EG_TRY(egi_find_experts(state->graph, &state->arena, &state->experts, &state->n_experts));
+  for (size_t i = 0; i < state->n_experts; i++) EG_TRY(egi_map_put(&paths, state->experts[i].name, (uint32_t)i));
   EG_TRY(fail_unmatched(state, &paths));
   for (size_t i = 0; i < adapt->n_adapters; i++) EG_TRY(egi_map_put(&targets, adapt->adapters[i].path, (uint32_t)i));
   EG_TRY(egi_redirect_init(&state->redirect, state->graph));
@@ -147,7 +170,16 @@ static eg_status graft_all(grafter *state) {
     if (!egi_map_get(&targets, state->linears[i].path, &index)) continue;
     EG_TRY(graft_one(state, &state->linears[i], &adapt->adapters[index]));
   }
-  return apply_sums(state, n_old_nodes);
+  EG_TRY(apply_sums(state, n_old_nodes));
+  for (size_t i = 0; i < state->n_experts; i++) {
+    uint32_t index = 0;
+    state->run->report->n_tried++;
+    const egi_expert_parameter *next = &state->experts[i + 1 < state->n_experts ? i + 1 : i];
+    bool has_down = next->node == state->experts[i].node && egi_map_get(&targets, next->name, NULL);
+    if (egi_map_get(&targets, state->experts[i].name, &index))
+      EG_TRY(graft_experts(state, &state->experts[i], &adapt->adapters[index], has_down));
+  }
+  return EG_OK;
 }
 
 /* ---- full training ---------------------------------------------------------------------------------------------- */

@@ -15,7 +15,7 @@ typedef enum egi_stage {
 
 /* One adapter to graft, decided by the caller (new or read from a PEFT folder). */
 typedef struct egi_adapter_target {
-  const char *path; /* module path, "model.layers.0.self_attn.q_proj" */
+  const char *path; /* module path, "model.layers.0.self_attn.q_proj"; parameter of experts, "….experts.down_proj" */
   uint32_t rank;
   double scale; /* alpha / rank */
 } egi_adapter_target;
@@ -164,6 +164,23 @@ eg_status egi_find_linears(const egi_graph *graph, egi_arena *arena, egi_linear 
  * graph does not show them. `uses` is made when its lists are NULL. */
 eg_status egi_find_parts(const egi_graph *graph, egi_arena *arena, egi_uses *uses, egi_node_id linear,
                          egi_rows_part **out_parts, egi_node_id *out_split);
+/* The matrices of a mixture's experts as the Hugging Face model holds them: one stack for gate and up, one for down. */
+typedef struct egi_expert_parameter {
+  const char *module; /* "model.layers.0.mlp.experts" */
+  const char *name;   /* "model.layers.0.mlp.experts.gate_up_proj" */
+  egi_node_id node;   /* MoE */
+  bool is_down;
+  int64_t n_experts, in_features, out_features;
+} egi_expert_parameter;
+/* Those of a graph after name_modules, in execution order, gate and up before down. */
+eg_status egi_find_experts(const egi_graph *graph, egi_arena *arena, egi_expert_parameter **out_parameters,
+                           size_t *out_count);
+/* Puts an adapter on one: A [E·r, in], B [out, r·E] as PEFT lays them out. */
+eg_status egi_graft_experts(egi_graph *graph, const egi_expert_parameter *parameter, egi_value_id a, egi_value_id b,
+                            double scale);
+/* What stands before ".lora_A.weight" in the names of one's adapter: PEFT wraps a module once for each of its
+ * parameters that have adapters, so that the first lies below the "base_layer" of the second. NULL: no memory. */
+const char *egi_expert_tensors(egi_arena *arena, const egi_expert_parameter *parameter, bool has_down_adapter);
 /* PEFT's rule: `target` equals the path or is its end after a dot; "all-linear": every linear but the head and routers.
  */
 bool egi_target_matches(const egi_linear *linear, const char *targets);

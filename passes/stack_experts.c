@@ -5,8 +5,7 @@
  * name stays as it is. */
 #include <string.h>
 
-#include "graph/moe.h"
-#include "passes/passes.h"
+#include "passes/experts.h"
 
 typedef struct stacker {
   egi_graph *graph;
@@ -20,27 +19,6 @@ typedef struct stacker {
 } stacker;
 
 /* ---- names ---------------------------------------------------------------------------------------------------- */
-
-static eg_status find_path(stacker *state) {
-  const char *scope = state->graph->nodes[state->node].scope;
-  egi_arena *arena = &state->graph->module->arena;
-  if (scope == NULL) scope = "";
-  const char *experts = strstr(scope, ".experts");
-  while (experts != NULL && experts[strlen(".experts")] != '\0' && experts[strlen(".experts")] != '.')
-    experts = strstr(experts + 1, ".experts");
-  if (experts != NULL)
-    state->path = egi_arena_copy_text(arena, scope, (size_t)(experts - scope) + strlen(".experts"));
-  else
-    state->path = egi_arena_format(arena, "%s%sexperts", scope, scope[0] != '\0' ? "." : "");
-  return state->path != NULL ? EG_OK : EG_ERROR_MEMORY;
-}
-
-static const char *leaf_of(const stacker *state, egi_moe_role role) {
-  bool is_gated = state->moe.form != EGI_MOE_UNGATED;
-  if (role == EGI_MOE_DOWN || role == EGI_MOE_DOWN_BIAS) return role == EGI_MOE_DOWN ? "down_proj" : "down_proj_bias";
-  if (role == EGI_MOE_GATE) return is_gated ? "gate_up_proj" : "up_proj";
-  return is_gated ? "gate_up_proj_bias" : "up_proj_bias";
-}
 
 static bool ends_with_leaf(const char *name, const char *leaf) {
   size_t n_name = strlen(name), n_leaf = strlen(leaf);
@@ -117,7 +95,7 @@ static bool is_whole(const stacker *state, egi_moe_role role, bool is_turned, co
 static eg_status put_role(stacker *state, egi_moe_role role) {
   egi_graph *graph = state->graph;
   egi_module *module = graph->module;
-  const char *leaf = leaf_of(state, role);
+  const char *leaf = egi_experts_leaf(&state->moe, role);
   egi_value_id value = 0, stack = 0;
   const egi_weight *weight = weight_of(state, role, 0, &value);
   bool is_stored_turned = state->moe.is_transposed[role / 2];
@@ -152,7 +130,7 @@ static eg_status stack_node(stacker *state) {
   EG_TRY(egi_moe_read(graph, state->node, &state->moe));
   if (state->moe.is_quantised) return EG_OK;
   state->is_joined = state->moe.form == EGI_MOE_SEPARATE;
-  EG_TRY(find_path(state));
+  EG_TRY(egi_experts_path(graph, state->node, &graph->module->arena, &state->path));
   for (unsigned i = 0; i < EGI_MOE_FIRST_ROLE; i++) state->inputs[i] = node->inputs[i];
   state->n_inputs = EGI_MOE_FIRST_ROLE;
   for (unsigned role = 0; role <= EGI_MOE_DOWN_BIAS; role++) {

@@ -19,6 +19,9 @@ static eg_status check_conflicts(tool *t, const eg_trainer_options *options) {
     wrong = "--alpha";
   if (tool_is_given(t, OPTION_TARGETS) && (config.targets == NULL || strcmp(config.targets, options->targets) != 0))
     wrong = "--targets";
+  if (tool_is_given(t, OPTION_TARGET_PARAMETERS) &&
+      strcmp(config.parameters != NULL ? config.parameters : "none", options->target_parameters) != 0)
+    wrong = "--target-parameters";
   if (tool_is_given(t, OPTION_INIT)) wrong = "--init";
   if (tool_is_given(t, OPTION_RSLORA) && !config.use_rslora) wrong = "--rslora";
   if (tool_is_given(t, OPTION_EXCLUDE)) wrong = "--exclude";

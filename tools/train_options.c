@@ -94,6 +94,8 @@ eg_status training_options(tool *t, eg_trainer_options *options) {
   options->rank_pattern = tool_text(t, OPTION_RANK_PATTERN);
   options->alpha_pattern = tool_text(t, OPTION_ALPHA_PATTERN);
   options->lora_plus = t->values[OPTION_LORA_PLUS].number;
+  options->target_parameters = tool_text(t, OPTION_TARGET_PARAMETERS);
+  options->moe_dispatch = strcmp(tool_text(t, OPTION_MOE_DISPATCH), "loop") == 0 ? EG_MOE_LOOP : EG_MOE_FUSED;
   options->init_adapter = tool_text(t, OPTION_INIT_ADAPTER);
   options->plan = tool_text(t, OPTION_PLAN);
   options->device_description = tool_text(t, OPTION_DEVICE_DESCRIPTION);

@@ -59,7 +59,8 @@ static eg_status fill_initial(const egi_machine *machine, const egi_state *state
   memset(values, 0, (size_t)count * sizeof *values);
   if (!egi_has_suffix(state->name, ".lora_A.weight")) return EG_OK;
   uint64_t stream = egi_hash(state->name, strlen(state->name), 0);
-  double bound = 1.0 / sqrt((double)dims[1]), deviation = 1.0 / (double)dims[0];
+  double bound = 1.0 / sqrt((double)dims[1]),
+         deviation = (double)(state->n_stacked > 0 ? state->n_stacked : 1) / (double)dims[0];
   for (uint64_t i = 0; i < count; i++)
     values[i] = start->init == EG_LORA_INIT_GAUSSIAN
                     ? (float)(deviation * egi_random_normal(start->seed, stream, i))

@@ -20,7 +20,8 @@ typedef struct selection {
 
 static eg_status read_selection(const eg_trainer_options *options, egi_arena *arena, selection *out_selection) {
   out_selection->is_all = strcmp(options->targets, "all-linear") == 0;
-  EG_TRY(egi_modules_read(arena, options->targets, &out_selection->targets));
+  const char *targets = strcmp(options->targets, "none") == 0 ? "" : options->targets;
+  EG_TRY(egi_modules_read(arena, targets, &out_selection->targets));
   return egi_modules_read(arena, options->exclude, &out_selection->excluded);
 }
 
@@ -86,6 +87,7 @@ static eg_status join_targets(const egi_linear *linears, size_t n, const egi_map
       EG_TRY(egi_map_put(&names, last_part(linears[i].path), 1));
   for (size_t i = 0; i < adapters->count; i++) {
     const char *path = adapters->targets[i].path, *name = last_part(path);
+    if (!egi_map_get(taken, path, NULL)) continue; /* experts: no module */
     if (!egi_map_get(&names, name, &state)) state = 0;
     if (state == 2) continue;
     egi_text_format(text, "%s%s", text->length > 0 ? "," : "", state == 0 ? name : path);
@@ -109,7 +111,7 @@ static eg_status spell_targets(const egi_linear *linears, size_t n, const egi_ma
 
 static eg_status take(egi_adapters *adapters, egi_map *taken, const char *path, uint32_t rank, double scale) {
   EG_TRY(egi_map_put(taken, path, 1));
-  adapters->targets[adapters->count++] = (egi_adapter_target){path, rank, scale};
+  adapters->targets[adapters->count++] = (egi_adapter_target){.path = path, .rank = rank, .scale = scale};
   return EG_OK;
 }
 
@@ -153,11 +155,12 @@ eg_status egi_adapters_choose(const egi_graph *graph, const eg_trainer_options *
     if (!is_selected(&linears[i], &selected) || egi_map_get(&taken, path, NULL)) continue;
     EG_TRY(take(&adapters, &taken, path, egi_peft_rank(config, path), egi_peft_scale(config, path)));
   }
-  if (adapters.count == 0 && n > 0)
+  if (adapters.count == 0 && n > 0 && selected.targets.names != NULL && selected.targets.names[0] != '\0')
     return egi_fail(arena->ctx, EG_ERROR_ARGUMENT, "every linear layer that is named is excluded");
   EG_TRY(check_patterns(&adapters, config->ranks, config->n_ranks, arena->ctx));
   EG_TRY(check_patterns(&adapters, config->alphas, config->n_alphas, arena->ctx));
   EG_TRY(spell_targets(linears, n, &taken, arena, &adapters));
+  EG_TRY(egi_adapters_choose_experts(graph, options->target_parameters, arena, &adapters));
   *out_adapters = adapters;
   return EG_OK;
 }
@@ -214,14 +217,14 @@ static void check_extra(problems *p, const egi_peft *peft, const egi_map *used) 
   for (size_t i = 0; i < egi_safetensors_count(peft->tensors); i++) {
     const char *name = egi_safetensors_at(peft->tensors, i)->name;
     if (egi_map_get(used, name, NULL)) continue;
-    if (next_problem(p)) egi_text_format(&p->text, "%s fits no linear layer of the model", name);
+    if (next_problem(p)) egi_text_format(&p->text, "%s fits no linear layer or experts of the model", name);
   }
 }
 
 static eg_status finish_problems(problems *p, eg_context *ctx, size_t n_adapters) {
   eg_status status = p->text.is_failed ? EG_ERROR_MEMORY : EG_OK;
   if (status == EG_OK && p->count == 0 && n_adapters == 0)
-    status = egi_fail(ctx, EG_ERROR_DATA, "adapter: it names no linear layer of the model");
+    status = egi_fail(ctx, EG_ERROR_DATA, "adapter: it names no linear layer or experts of the model");
   if (status == EG_OK && p->count > MAX_PROBLEMS)
     status =
         egi_fail(ctx, EG_ERROR_DATA, "adapter: %s; and %u more", egi_text_string(&p->text), p->count - MAX_PROBLEMS);
@@ -231,13 +234,42 @@ static eg_status finish_problems(problems *p, eg_context *ctx, size_t n_adapters
   return status;
 }
 
+/* The same of the experts' adapters. */
+static eg_status match_experts(const egi_expert_parameter *experts, size_t n, const egi_peft *peft, problems *p,
+                               egi_map *used, egi_adapters *adapters) {
+  const egi_expert_parameter **of = EGI_NEW(used->arena, const egi_expert_parameter *, n + 1);
+  egi_adapter_target *targets = adapters->targets + adapters->count;
+  size_t count = 0;
+  if (of == NULL) return EG_ERROR_MEMORY;
+  if (peft->config.parameters == NULL) return EG_OK;
+  egi_experts_select(experts, n, &peft->config, targets, of, &count);
+  for (size_t i = 0; i < count; i++) {
+    int64_t ranks = of[i]->n_experts * (int64_t)targets[i].rank;
+    bool has_down = i + 1 < count && of[i + 1]->node == of[i]->node;
+    const char *tensors = egi_expert_tensors(used->arena, of[i], has_down);
+    if (tensors == NULL) return EG_ERROR_MEMORY;
+    check_tensor(p, peft, (tensor_shape){tensors, "lora_A", ranks, of[i]->in_features}, used);
+    check_tensor(p, peft, (tensor_shape){tensors, "lora_B", of[i]->out_features, ranks}, used);
+  }
+  adapters->count += count;
+  return EG_OK;
+}
+
+typedef struct model_parts {
+  egi_linear *linears;
+  size_t n;
+  egi_expert_parameter *experts;
+  size_t n_experts;
+} model_parts;
+
 /* Collects the adapters and what is wrong with their tensors. */
-static eg_status match_tensors(const egi_linear *linears, size_t n, const egi_peft *peft, egi_map *taken, problems *p,
+static eg_status match_tensors(const model_parts *parts, const egi_peft *peft, egi_map *taken, problems *p,
                                egi_adapters *adapters) {
+  const egi_linear *linears = parts->linears;
   egi_arena *arena = taken->arena;
   egi_map used;
   egi_map_init(&used, arena);
-  for (size_t i = 0; i < n; i++) {
+  for (size_t i = 0; i < parts->n; i++) {
     const char *path = linears[i].path;
     if (!is_wanted(peft, &linears[i], arena) || egi_map_get(taken, path, NULL)) continue;
     uint32_t rank = egi_peft_rank(&peft->config, path);
@@ -245,29 +277,30 @@ static eg_status match_tensors(const egi_linear *linears, size_t n, const egi_pe
     check_tensor(p, peft, (tensor_shape){path, "lora_A", rank, linears[i].in_features}, &used);
     check_tensor(p, peft, (tensor_shape){path, "lora_B", linears[i].out_features, rank}, &used);
   }
+  EG_TRY(match_experts(parts->experts, parts->n_experts, peft, p, &used, adapters));
   check_extra(p, peft, &used);
   return EG_OK;
 }
 
 eg_status egi_adapters_from_peft(const egi_graph *graph, const egi_peft *peft, egi_arena *arena,
                                  egi_adapters *out_adapters) {
-  egi_linear *linears;
-  size_t n;
+  model_parts parts;
   egi_map taken;
   problems p = {.count = 0};
   egi_adapters adapters = {.config = peft->config};
-  EG_TRY(egi_find_linears(graph, arena, &linears, &n));
-  adapters.targets = EGI_NEW(arena, egi_adapter_target, n > 0 ? n : 1);
+  EG_TRY(egi_find_linears(graph, arena, &parts.linears, &parts.n));
+  EG_TRY(egi_find_experts(graph, arena, &parts.experts, &parts.n_experts));
+  adapters.targets = EGI_NEW(arena, egi_adapter_target, parts.n + parts.n_experts + 1);
   if (adapters.targets == NULL) return EG_ERROR_MEMORY;
   egi_map_init(&taken, arena);
   egi_text_init(&p.text, arena->ctx);
-  eg_status status = match_tensors(linears, n, peft, &taken, &p, &adapters);
+  eg_status status = match_tensors(&parts, peft, &taken, &p, &adapters);
   if (status != EG_OK) {
     egi_text_free(&p.text);
     return status;
   }
   EG_TRY(finish_problems(&p, arena->ctx, adapters.count));
-  EG_TRY(spell_targets(linears, n, &taken, arena, &adapters));
+  EG_TRY(spell_targets(parts.linears, parts.n, &taken, arena, &adapters));
   *out_adapters = adapters;
   return EG_OK;
 }

@@ -145,6 +145,9 @@ static eg_status check_options(eg_context *ctx, const eg_export_options *options
 }
 
 static eg_status write(egi_export *export_, const char *path) {
+  bool is_whole = export_->options->format == EG_EXPORT_PEFT && !export_->options->is_portable;
+  if (export_->adapters.config.parameters != NULL && !is_whole)
+    return egi_fail(export_->ctx, EG_ERROR_UNSUPPORTED, "adapters on experts can be written as PEFT's folders alone");
   switch (export_->options->format) {
   case EG_EXPORT_PEFT:
     return write_peft(export_, path);

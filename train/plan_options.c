@@ -33,6 +33,7 @@ void egi_trainer_plan_options(const eg_trainer *trainer, egi_text *out) {
     egi_text_format(out, ", \"quant_block\": %" PRIu32, o->quant_block);
     add_flag(out, "double_quant", o->double_quant != 0);
   }
+  egi_text_format(out, ", \"moe_dispatch\": \"%s\"", o->moe_dispatch == EG_MOE_LOOP ? "loop" : "fused");
   add_flag(out, "single_buffer", o->single_buffer != 0);
   egi_text_format(out, ", \"packing_cache\": \"%s\", \"checkpoint\": \"%s\"", caches[o->packing_cache],
                   checkpoints[checkpoint]);
@@ -40,6 +41,7 @@ void egi_trainer_plan_options(const eg_trainer *trainer, egi_text *out) {
     egi_text_format(out, ", \"rank\": %" PRIu32 ", \"alpha\": %.17g", o->rank, o->alpha);
     add_flag(out, "rslora", o->rslora != 0);
     add_text(out, "targets", o->targets);
+    add_text(out, "target_parameters", o->target_parameters);
     add_text(out, "exclude", o->exclude);
     add_text(out, "rank_pattern", o->rank_pattern);
     add_text(out, "alpha_pattern", o->alpha_pattern);

@@ -244,6 +244,12 @@ typedef struct egi_adapters {
 /* New ones on the linear layers of `graph` that the options name; a name that matches nothing is an error. */
 eg_status egi_adapters_choose(const egi_graph *graph, const eg_trainer_options *options, egi_arena *arena,
                               egi_adapters *out_adapters);
+/* Adds adapters on the experts that `parameters` names ("mlp.experts.gate_up_proj,…"; NULL or "none": none). */
+eg_status egi_adapters_choose_experts(const egi_graph *graph, const char *parameters, egi_arena *arena,
+                                      egi_adapters *adapters);
+/* expert_adapters.c: the experts' parameters that the config's target_parameters select; room for n. */
+void egi_experts_select(const egi_expert_parameter *experts, size_t n, const egi_peft_config *config,
+                        egi_adapter_target *targets, const egi_expert_parameter **out_of, size_t *out_count);
 /* Those of a PEFT folder. Missing, extra and misshapen tensors are named together in one EG_ERROR_DATA. */
 eg_status egi_adapters_from_peft(const egi_graph *graph, const egi_peft *peft, egi_arena *arena,
                                  egi_adapters *out_adapters);

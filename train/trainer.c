@@ -32,6 +32,7 @@ static eg_status check_options(eg_context *ctx, const eg_trainer_options *o) {
   if (o->loss < EG_LOSS_AUTO || o->loss > EG_LOSS_COSINE) wrong = "loss";
   if (o->pooling < EG_POOLING_AUTO || o->pooling > EG_POOLING_OUTPUT) wrong = "pooling";
   if (!is_within(o->similarity_scale, 1e-6, 1e6)) wrong = "similarity_scale";
+  if (o->moe_dispatch < EG_MOE_FUSED || o->moe_dispatch > EG_MOE_LOOP) wrong = "moe_dispatch";
   if (o->tokens < 2) wrong = "tokens";
   if (o->accumulate < 1) wrong = "accumulate";
   if (o->n_steps == 0 && !(o->n_epochs > 0.0 && o->n_epochs <= 1e9)) wrong = "n_epochs";
@@ -59,6 +60,7 @@ static eg_status copy_options(eg_trainer *trainer, const eg_trainer_options *opt
   EG_TRY(copy_string(&trainer->arena, &trainer->options.alpha_pattern));
   EG_TRY(copy_string(&trainer->arena, &trainer->options.plan));
   EG_TRY(copy_string(&trainer->arena, &trainer->options.device_description));
+  EG_TRY(copy_string(&trainer->arena, &trainer->options.target_parameters));
   return copy_string(&trainer->arena, &trainer->options.init_adapter);
 }
 

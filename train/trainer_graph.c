@@ -152,6 +152,7 @@ eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
                              .n_adapters = trainer->adapters.count,
                              .is_full = trainer->options.full != 0,
                              .has_gradient = true,
+                             .is_loop = trainer->options.moe_dispatch == EG_MOE_LOOP,
                              .loss = trainer->objective.loss,
                              .pooling = trainer->objective.pooling,
                              .similarity_scale = trainer->objective.similarity_scale};

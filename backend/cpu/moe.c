@@ -48,6 +48,9 @@ eg_status egi_cpu_prepare_moe(egi_kernel_plan *plan) {
   if (p == NULL) return EG_ERROR_MEMORY;
   EG_TRY(egi_router_prepare(plan, EGI_MOE_LOGITS, &p->router));
   EG_TRY(egi_moe_read(plan->graph, plan->node, &moe));
+  for (unsigned role = EGI_MOE_GATE_A; role < EGI_MOE_ROLES; role++)
+    if (moe.counts[role] > 0)
+      return egi_fail_node(plan->graph, plan->node, EG_ERROR_UNSUPPORTED, "its adapters run after dispatch_moe");
   p->router.moe = moe;
   p->isa = egi_cpu_isa();
   p->dtype = x->dtype;

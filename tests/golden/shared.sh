@@ -19,7 +19,7 @@ fi
 judge() {
   file=$1
   shift
-  line=$(python3 "$shared/check_model.py" "$engraft" "$work" --only "$model/$(basename "$file")" --skip experts "$@") && {
+  line=$(python3 "$shared/check_model.py" "$engraft" "$work" --only "$model/$(basename "$file")" "$@") && {
     echo "$line"
     return 0
   }

@@ -289,6 +289,12 @@ static const gradient_case cases[] = {
      "{ y = engraft.MoE <experts = 6, top_k = 2, scoring = \"sigmoid\", normalise = 1, routed_scale = 2.5, groups = 3, "
      "top_groups = 2, gate_up = \"none\", activation = \"gelu_tanh\", roles = [1, 0, 0, 0, 1, 0]> (x, l, c, g, d) }",
      -1, 1, 0, 0, NULL},
+    {"(double[5,4] x, double[5,3] l, double[3,6,4] g, double[3,4,3] d, double[6,4] ga, double[6,6] gb, double[3,3] "
+     "da,\n"
+     "double[4,3] db) => (double[5,4] y) { y = engraft.MoE <experts = 3, top_k = 2, normalise = 1, adapter_scales = "
+     "[0.5, 0.0, 2.0], roles = [1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 1, 1]> (x, l, , g, d, ga, gb, da, db) "
+     "}",
+     -1, 1, 0, 0, NULL},
     {"(double[3,4] x, double[3,2] l) => (double[3,4] y) <uint8[2,2,2] g = {18,52,86,120,154,188,222,240}, uint8[2,4,1] "
      "d = "
      "{1,2,3,4,5,6,7,8}, double[2,2,2] gs = {0.1,0.2,0.3,0.1,0.2,0.3,0.1,0.2}, double[2,4,1] ds = "
