@@ -15,7 +15,8 @@ typedef struct egi_moe_params {
   int64_t inner;               /* columns of down's operand */
   int64_t gate_rows, hidden;   /* of gate's matrices; columns of the products with gate and up */
   size_t lists, route, weight; /* workspace: expert, source_row, inverse and offsets; scores; weight of each row */
-  size_t wide, saved, middle, scratch;
+  size_t wide, saved, middle, low, scratch; /* low: rows times A of an adapter */
+  int64_t longest_rank;
   size_t scratch_bytes; /* of a worker */
 } egi_moe_params;
 

@@ -77,11 +77,12 @@ bad 2 'rank' train model.onnx --data data.jsonl --out run --config settings.json
 
 # ---- options of other versions: named, never ignored ----
 for option in '--device cuda' '--dtype bf16' \
-  '--optimizer adamw8bit' '--loss dpo' '--lora-dropout 0.1' '--neftune 5' '--init pissa' '--qat int4' \
-  '--moe-dispatch loop' '--target-parameters a.b'; do
+  '--optimizer adamw8bit' '--loss dpo' '--lora-dropout 0.1' '--neftune 5' '--init pissa' '--qat int4'; do
   # shellcheck disable=SC2086 # option and value
   bad 1 "$option is not in this version" train model.onnx --data data.jsonl --out run $option
 done
+bad 1 'no parameter of experts is named "a.b": the model has no experts' train model.onnx --data data.jsonl --out run \
+  --target-parameters a.b
 bad 1 'no linear layer is named "x"' train model.onnx --data data.jsonl --out run --exclude x
 bad 1 'the regular expression "(q"' train model.onnx --data data.jsonl --out run --targets '(q'
 bad 1 'rank pattern: "q_proj" is not NAME=NUMBER' train model.onnx --data data.jsonl --out run --rank-pattern q_proj

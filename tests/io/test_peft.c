@@ -85,7 +85,9 @@ static const bad_config bad_configs[] = {
     {"{\"peft_type\":\"LORA\",\"lora_bias\":true}", "lora_bias"},
     {"{\"peft_type\":\"LORA\",\"modules_to_save\":[\"lm_head\"]}", "modules_to_save"},
     {"{\"peft_type\":\"LORA\",\"trainable_token_indices\":[1]}", "trainable_token_indices"},
-    {"{\"peft_type\":\"LORA\",\"target_parameters\":[\"mlp.experts.down_proj\"]}", "target_parameters"},
+    {"{\"peft_type\":\"LORA\",\"target_parameters\":\"mlp.experts.down_proj\"}", "target_parameters"},
+    {"{\"peft_type\":\"LORA\",\"target_parameters\":[2]}", "target_parameters"},
+    {"{\"peft_type\":\"LORA\",\"target_parameters\":[\"x\"],\"lora_dropout\":0.5}", "lora_dropout"},
     {"{\"peft_type\":\"LORA\",\"layer_replication\":[[0,2]]}", "layer_replication"},
     {"{\"peft_type\":\"LORA\",\"init_lora_weights\":\"pissa\"}", "pissa"},
     {"{\"peft_type\":\"LORA\",\"rank_pattern\":{\"(q.*\":2}}", "rank_pattern"},
@@ -138,6 +140,7 @@ static void test_write(void **state) {
                             .alpha = 2.5,
                             .use_rslora = true,
                             .targets = "q_proj,o\"x",
+                            .parameters = "mlp.experts.gate_up_proj,experts.down_proj",
                             .base_model = "b",
                             .ranks = ranks,
                             .n_ranks = 1};
@@ -149,9 +152,17 @@ static void test_write(void **state) {
   assert_true(is_near(peft->config.alpha, 2.5));
   assert_true(peft->config.use_rslora);
   assert_string_equal(peft->config.targets, "q_proj,o\"x");
+  assert_string_equal(peft->config.parameters, "mlp.experts.gate_up_proj,experts.down_proj");
   assert_string_equal(peft->config.base_model, "b");
   assert_int_equal(egi_peft_rank(&peft->config, "x.q_proj"), 3);
   assert_memory_equal(egi_safetensors_at(peft->tensors, 0)->data, a, sizeof a);
+  egi_peft_close(peft);
+
+  config.targets = ""; /* experts alone */
+  assert_int_equal(egi_peft_write(fixture->ctx, fixture->directory, &config, &tensor, 1), EG_OK);
+  assert_int_equal(egi_peft_open(fixture->ctx, fixture->directory, &peft), EG_OK);
+  assert_null(peft->config.targets);
+  assert_non_null(peft->config.parameters);
   egi_peft_close(peft);
 }
 
