@@ -7,12 +7,9 @@ static eg_status evaluate(tool *t, const eg_model *model, const eg_dataset *data
   double loss;
   uint64_t tokens = t->values[OPTION_TOKENS].count;
   if (tokens < 2 || tokens > UINT32_MAX) return egi_fail(t->ctx, EG_ERROR_ARGUMENT, "--tokens is out of range");
-  egi_evaluate_options options = {tool_text(t, OPTION_ADAPTER),
-                                  (uint32_t)tokens,
-                                  tool_is_given(t, OPTION_NO_FUSE),
-                                  tool_objective(t),
-                                  {.is_wanted = false},
-                                  tool_packing(t)};
+  egi_evaluate_options options = {
+      tool_text(t, OPTION_ADAPTER), (uint32_t)tokens, tool_is_given(t, OPTION_NO_FUSE), tool_objective(t),
+      {.is_wanted = false},         tool_packing(t)};
   tool_quant quant = tool_quantisation(t);
   EG_TRY(egi_quantise_options_make(t->ctx, quant.type, quant.block, quant.is_nested, &options.quantise));
   EG_TRY(egi_evaluate_model(model, &options, dataset->documents, &loss));
