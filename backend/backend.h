@@ -39,9 +39,10 @@ enum {
   EGI_KERNEL_STRIDED_OUTPUTS = 2, /* writes any strides: may write into a piece of a concatenation */
   EGI_KERNEL_IN_PLACE_0 = 4,      /* output 0 may be the memory of input 0 when that dies here (same shape, dtype) */
   EGI_KERNEL_IN_PLACE_1 = 8,
-  EGI_KERNEL_UPDATES_0 = 16,     /* output 0 *is* input 0, updated (states) */
-  EGI_KERNEL_NARROW_WEIGHTS = 32 /* where the graph has Cast(f16 or bf16 weight -> f32), the kernel takes the weight as
+  EGI_KERNEL_UPDATES_0 = 16,      /* output 0 *is* input 0, updated (states) */
+  EGI_KERNEL_NARROW_WEIGHTS = 32, /* where the graph has Cast(f16 or bf16 weight -> f32), the kernel takes the weight as
                                     it is: the planner skips the Cast */
+  EGI_KERNEL_TILE_SHIFT = 8 /* the flags from here on: rows of a tile of attention, for whose bounds it asks; 0: none */
 };
 
 typedef struct egi_kernel {

@@ -260,6 +260,16 @@ bool egi_body_packed_metadata(egi_body *body) {
                "narrow_one = Cast <to = 6> (one)\nlast_query = Sub (end, narrow_one)\n"
                "row_numbers = Range (zero, n_rows, one)\nnarrow_numbers = Cast <to = 6> (row_numbers)\n"
                "positions = Sub (narrow_numbers, first_key)\n");
+  if (!egi_body_wants(body, 3)) return true;
+  egi_body_integer(body, "block", egi_node_int(body->node, "block", EGI_BLOCK_ROWS));
+  egi_body_integer(body, "rest_of_block", egi_node_int(body->node, "block", EGI_BLOCK_ROWS) - 1);
+  egi_text_add(body->text,
+               "block_starts = Range (zero, n_rows, block)\nblock_ends_ = Add (block_starts, rest_of_block)\n"
+               "last_row = Sub (n_rows, one)\nblock_ends = Min (block_ends_, last_row)\n"
+               "block_first = Gather <axis = 0> (first_key, block_starts)\n"
+               "block_last = Gather <axis = 0> (last_query, block_ends)\n"
+               "first_column = Unsqueeze (block_first, one_row)\nlast_column = Unsqueeze (block_last, one_row)\n"
+               "block_bounds = Concat <axis = 1> (first_column, last_column)\n");
   return true;
 }
 

@@ -126,6 +126,8 @@ typedef struct egi_op_info {
   uint32_t flags;
 } egi_op_info;
 const egi_op_info *egi_op_get(egi_op op);
+/* Rows of a block whose bounds PackedMetadata gives, where its attribute `block` is absent. */
+#define EGI_BLOCK_ROWS 64
 /* Whether the operand may be left out while later ones are there. */
 bool egi_op_may_lack(egi_op op, unsigned input);
 /* EGI_OP_UNKNOWN when there is none. "ai.onnx" is "". */

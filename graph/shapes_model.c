@@ -182,7 +182,29 @@ eg_status egi_shape_attention_grad(egi_inference *in) {
   return EG_OK;
 }
 
-/* first_key and last_query: i32 [sequence], both or none. */
+static egi_dim block_count(const egi_inference *in, egi_dim rows) {
+  int64_t block = egi_node_int(in->node, "block", EGI_BLOCK_ROWS);
+  egi_dim most = egi_dim_add(in->dims, rows, egi_dim_constant(in->dims, block - 1));
+  return egi_dim_divide(in->dims, most, egi_dim_constant(in->dims, block));
+}
+
+static eg_status check_block(const egi_inference *in) {
+  int64_t block = egi_node_int(in->node, "block", EGI_BLOCK_ROWS);
+  return block >= 1 && block <= INT32_MAX ? EG_OK : egi_shape_fail(in, "a block has no rows");
+}
+
+/* block_bounds: i32 [blocks, 2]. */
+static eg_status check_blocks(const egi_inference *in, unsigned input, egi_dim rows) {
+  const egi_value *bounds = egi_shape_input(in, input);
+  if (bounds == NULL) return EG_OK;
+  EG_TRY(check_block(in));
+  EG_TRY(egi_shape_check_type(in, input, EG_DTYPE_I32));
+  EG_TRY(egi_shape_check_input_rank(in, input, 2));
+  EG_TRY(egi_shape_equal(in, "block_bounds", bounds->dims[0], block_count(in, rows), NULL));
+  return egi_shape_equal(in, "block_bounds", bounds->dims[1], egi_dim_constant(in->dims, 2), NULL);
+}
+
+/* first_key and last_query: i32 [sequence], both or none; the bounds of blocks behind them. */
 static eg_status check_documents(const egi_inference *in, unsigned first_key, const attention *a) {
   if ((egi_shape_input(in, first_key) == NULL) != (egi_shape_input(in, first_key + 1) == NULL))
     return egi_shape_fail(in, "first_key and last_query come together");
@@ -192,7 +214,7 @@ static eg_status check_documents(const egi_inference *in, unsigned first_key, co
     EG_TRY(
         egi_shape_equal(in, "first_key, last_query and queries", egi_shape_input(in, i)->dims[0], a->q.length, NULL));
   }
-  return EG_OK;
+  return check_blocks(in, first_key + 2, a->q.length);
 }
 
 /* key_valid, sinks and the documents' rows, with the sizes that they share with Q, K and V. */
@@ -223,14 +245,16 @@ eg_status egi_shape_masked_attention(egi_inference *in) {
   return egi_shape_set(in, 1, EG_DTYPE_F32, 3, dims);
 }
 
-/* cu_seqlens, rows -> first_key, last_query, positions */
+/* cu_seqlens, rows -> first_key, last_query, positions, block_bounds */
 eg_status egi_shape_packed_metadata(egi_inference *in) {
   const egi_value *rows = egi_shape_input(in, 1);
   EG_TRY(egi_shape_check_type(in, 0, EG_DTYPE_I32));
   EG_TRY(egi_shape_check_input_rank(in, 0, 1));
   if (rows->rank < 1) return egi_shape_fail(in, "the rows must have a dimension");
+  EG_TRY(check_block(in));
   for (unsigned i = 0; i < 3; i++) EG_TRY(egi_shape_set(in, i, EG_DTYPE_I32, 1, &rows->dims[rows->rank - 1]));
-  return EG_OK;
+  const egi_dim dims[2] = {block_count(in, rows->dims[rows->rank - 1]), egi_dim_constant(in->dims, 2)};
+  return egi_shape_set(in, 3, EG_DTYPE_I32, 2, dims);
 }
 
 /* Q, K, V, key_valid, sinks, Y, lse, dY, first_key, last_query -> dQ, dK, dV, d sinks */

@@ -8,8 +8,8 @@
 
 /* Tokens of a row when nothing is said. */
 enum { DEFAULT_TOKENS = 2048 };
-enum { FIRST_KEY, LAST_QUERY, POSITIONS, RESULTS };
-enum { INPUT_VALID = 3, INPUT_FIRST_KEY = 5, INPUT_COUNT = 7 };
+enum { FIRST_KEY, LAST_QUERY, POSITIONS, BLOCK_BOUNDS, RESULTS };
+enum { INPUT_VALID = 3, INPUT_FIRST_KEY = 5, INPUT_BLOCK_BOUNDS = 7, INPUT_COUNT = 8 };
 
 typedef struct cacher {
   egi_pass_run *run;
@@ -81,7 +81,10 @@ static eg_status add_metadata(cacher *c) {
     EG_TRY(egi_dim_assume(dims, c->packing.batch, egi_dim_constant(dims, 1)));
   EG_TRY(egi_graph_add_input(graph, EGI_INPUT_OFFSETS, EG_DTYPE_I32, 1, &size, &offsets));
   const egi_value_id inputs[2] = {offsets, c->packing.tokens};
-  egi_emit_many(&c->emit, EGI_OP_PackedMetadata, inputs, 2, NULL, 0, c->results, RESULTS);
+  const egi_attribute block = egi_attribute_int("block", c->run->block);
+  bool has_blocks = c->run->block > 0;
+  egi_emit_many(&c->emit, EGI_OP_PackedMetadata, inputs, 2, &block, has_blocks, c->results,
+                has_blocks ? RESULTS : BLOCK_BOUNDS);
   return c->emit.status;
 }
 
@@ -125,9 +128,12 @@ static eg_status bound_attention(cacher *c, egi_node_id id) {
   inputs[INPUT_VALID] = 0;
   inputs[INPUT_FIRST_KEY] = c->results[FIRST_KEY];
   inputs[INPUT_FIRST_KEY + 1] = c->results[LAST_QUERY];
+  inputs[INPUT_BLOCK_BOUNDS] = c->results[BLOCK_BOUNDS];
   node->inputs = inputs;
-  node->n_inputs = INPUT_COUNT;
+  node->n_inputs = c->results[BLOCK_BOUNDS] != 0 ? INPUT_COUNT : INPUT_BLOCK_BOUNDS;
   c->run->report->n_matched++;
+  const egi_attribute block = egi_attribute_int("block", c->run->block);
+  if (c->results[BLOCK_BOUNDS] != 0) EG_TRY(egi_node_set_attribute(c->graph, id, &block));
   return egi_infer_node(c->graph, id);
 }
 
@@ -241,8 +247,17 @@ eg_status egi_pass_cache_metadata(egi_pass_run *run, egi_graph *graph) {
 
 /* ---- comparison ------------------------------------------------------------------------------------------------- */
 
+/* The same node once more. */
+static void emit_again(egi_emitter *emit, egi_node_id id, bool is_read_back, egi_value_id own[RESULTS]) {
+  const egi_node *node = &emit->graph->nodes[id];
+  const egi_attribute attributes[2] = {egi_attribute_int("block", egi_node_int(node, "block", EGI_BLOCK_ROWS)),
+                                       egi_attribute_int("readback", 1)};
+  const egi_value_id offsets[2] = {node->inputs[0], node->inputs[1]};
+  unsigned n_results = node->n_outputs > BLOCK_BOUNDS ? RESULTS : BLOCK_BOUNDS;
+  egi_emit_many(emit, EGI_OP_PackedMetadata, offsets, 2, attributes, is_read_back ? 2 : 1, own, n_results);
+}
+
 eg_status egi_rebuild_metadata(egi_graph *graph, bool is_read_back) {
-  const egi_attribute readback = egi_attribute_int("readback", 1);
   egi_emitter emit = {.graph = graph};
   egi_node_id n_nodes = graph->n_nodes;
   for (egi_node_id id = 1; id < n_nodes; id++) {
@@ -253,12 +268,10 @@ eg_status egi_rebuild_metadata(egi_graph *graph, bool is_read_back) {
       if (input == 0 || value->kind != EGI_VALUE_NODE || value->producer >= n_nodes) continue;
       const egi_node *producer = &graph->nodes[value->producer];
       if (producer->op != EGI_OP_PackedMetadata) continue;
-      const egi_value_id offsets[2] = {producer->inputs[0], producer->inputs[1]};
       uint16_t result = 0;
       while (producer->outputs[result] != input) result++;
       emit.scope = graph->nodes[id].scope;
-      if (own[0] == 0)
-        egi_emit_many(&emit, EGI_OP_PackedMetadata, offsets, 2, &readback, is_read_back ? 1 : 0, own, RESULTS);
+      if (own[0] == 0) emit_again(&emit, value->producer, is_read_back, own);
       EG_TRY(emit.status);
       graph->nodes[id].inputs[i] = own[result];
     }

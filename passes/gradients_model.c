@@ -91,7 +91,7 @@ eg_status egi_gradient_masked_attention(egi_gradient *gradient) {
   bool wants_sinks = egi_gradient_wants(gradient, 4);
   unsigned n_results = wants_sinks ? 4 : count_results(gradient, 3);
   egi_value_id results[4] = {0}, lse = egi_gradient_demand(gradient, 1);
-  const egi_value_id inputs[10] = {egi_gradient_input(gradient, 0),
+  const egi_value_id inputs[11] = {egi_gradient_input(gradient, 0),
                                    egi_gradient_input(gradient, 1),
                                    egi_gradient_input(gradient, 2),
                                    egi_gradient_input(gradient, 3),
@@ -100,8 +100,10 @@ eg_status egi_gradient_masked_attention(egi_gradient *gradient) {
                                    lse,
                                    gradient->out_gradients[0],
                                    egi_gradient_input(gradient, 5),
-                                   egi_gradient_input(gradient, 6)};
-  egi_gradient_emit(gradient, EGI_OP_MaskedAttentionGrad, inputs, inputs[8] != 0 ? 10 : 8, results, n_results);
+                                   egi_gradient_input(gradient, 6),
+                                   egi_gradient_input(gradient, 7)};
+  unsigned n_inputs = inputs[10] != 0 ? 11 : inputs[8] != 0 ? 10 : 8;
+  egi_gradient_emit(gradient, EGI_OP_MaskedAttentionGrad, inputs, n_inputs, results, n_results);
   for (unsigned i = 0; i < 3 && i < n_results; i++) egi_gradient_set(gradient, i, results[i]);
   if (wants_sinks) egi_gradient_set(gradient, 4, results[3]);
   return EG_OK;

@@ -45,6 +45,7 @@ static eg_status run_pass(egi_graph *graph, const egi_pass_info *pass, const egi
   run.checkpoints = options ? options->checkpoints : NULL;
   run.is_general = options && options->is_general;
   run.tokens = options ? options->tokens : 0;
+  run.block = options ? options->block : 0;
   run.userdata = pass->userdata;
   egi_rewrite_check *check = NULL;
   if (options && options->verify) EG_TRY(egi_rewrite_check_begin(graph, &check));

@@ -76,6 +76,7 @@ typedef struct egi_pass_run {
   bool is_general;  /* what is given at run time may be any: as in egi_pipeline_options */
   void *userdata;   /* of the pass */
   int64_t tokens;   /* as in egi_pipeline_options */
+  int64_t block;    /* as in egi_pipeline_options */
   bool has_changed; /* the pass sets it */
 } egi_pass_run;
 
@@ -107,6 +108,7 @@ typedef struct egi_pipeline_options {
   const egi_pass_info *own_passes; /* of the host, known beside those of the table */
   size_t n_own_passes;
   int64_t tokens; /* of a row that documents share, for cache_metadata; 0: 2048 */
+  int64_t block;  /* rows of a tile of the attention kernel, whose bounds cache_metadata has made; 0: none */
 } egi_pipeline_options;
 
 /* Runs a list of passes over one graph, egi_graph_tidy() and (debug builds) egi_graph_verify() after each.

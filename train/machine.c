@@ -80,9 +80,14 @@ eg_status egi_machine_specialise(egi_machine *machine, const egi_adapt_options *
   return egi_run_passes(machine->graph, names, EGI_COUNT(names), adapt);
 }
 
+int64_t egi_machine_block(const egi_machine *machine) {
+  const egi_kernel *attention = machine->backend->find_kernel(EGI_OP_MaskedAttention);
+  return attention != NULL ? attention->flags >> EGI_KERNEL_TILE_SHIFT : 0;
+}
+
 eg_status egi_machine_pack(egi_machine *machine, eg_packing packing, eg_loss loss, uint32_t tokens) {
   static const char *const names[] = {"cache_metadata"};
-  const egi_pipeline_options options = {.tokens = tokens};
+  const egi_pipeline_options options = {.tokens = tokens, .block = egi_machine_block(machine)};
   egi_pass_report report = {0};
   if (packing == EG_PACKING_OFF) return EG_OK;
   if (egi_loss_is_of_documents(loss)) {

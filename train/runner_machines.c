@@ -23,7 +23,7 @@ static eg_status adapt(eg_runner *runner, egi_machine *machine, const egi_peft *
 /* Documents that share a row do not see each other; a graph that cannot promise it says why. */
 static eg_status pack(const eg_runner *runner, egi_machine *machine) {
   static const char *const names[] = {"cache_metadata"};
-  const egi_pipeline_options options = {.tokens = runner->packed_tokens};
+  const egi_pipeline_options options = {.tokens = runner->packed_tokens, .block = egi_machine_block(machine)};
   egi_pass_report report = {0};
   EG_TRY(egi_passes_run(machine->graph, names, 1, &options, &report));
   if (report.nearest_miss == NULL) return EG_OK;

@@ -181,6 +181,8 @@ typedef struct egi_machine {
 eg_status egi_machine_prepare(egi_machine *machine, const eg_model *model, const char *device, eg_dtype dtype);
 /* The same for inputs of any kind: caches stay, and masks that follow positions. */
 eg_status egi_machine_prepare_general(egi_machine *machine, const eg_model *model, const char *device, eg_dtype dtype);
+/* Rows of a tile of the backend's attention, as its table of kernels states; 0: none. */
+int64_t egi_machine_block(const egi_machine *machine);
 /* Before the loss is appended: documents share rows of `tokens` where the graph allows it. Where it does not, batches
  * are padded and the log says why, or who asked for rows is told why. */
 eg_status egi_machine_pack(egi_machine *machine, eg_packing packing, eg_loss loss, uint32_t tokens);

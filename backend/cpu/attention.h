@@ -23,6 +23,7 @@ typedef struct egi_attention {
   double scale, softcap;
   bool is_causal, has_lengths, has_mask, has_sinks;
   unsigned first_key_input;   /* last_query follows; 0: no documents */
+  unsigned bounds_input;      /* of blocks of EGI_TILE_QUERIES queries; 0: none */
   int64_t left, right;        /* window; -1: none */
   egi_heads q, k, v, y, mask; /* k and v: of the present ones when there is a past */
   int64_t mask_columns;       /* keys beyond it are hidden */
@@ -38,6 +39,8 @@ typedef struct egi_attention_head {
   int64_t offset;                        /* position of query 0 among the keys */
   const int32_t *first_key, *last_query; /* of each query, these strides apart; NULL: no documents */
   int64_t first_key_stride, last_query_stride;
+  const int32_t *bounds; /* of each block, first and last key; NULL: none */
+  int64_t bounds_strides[2];
 } egi_attention_head;
 
 typedef struct egi_key_range {

@@ -126,6 +126,13 @@ static eg_status read_documents(egi_kernel_plan *plan, unsigned first_key, egi_a
       return fail_shape(plan, "first_key and last_query must have an element for each query");
   }
   a->first_key_input = first_key;
+  if (!egi_plan_has_input(plan, first_key + 2)) return EG_OK;
+  const egi_tensor *bounds = &plan->inputs[first_key + 2];
+  int64_t block = egi_node_int(egi_plan_node(plan), "block", EGI_BLOCK_ROWS);
+  if (bounds->dtype != EG_DTYPE_I32) return egi_fail_types(plan);
+  if (block < 1 || bounds->rank != 2 || bounds->dims[0] != (a->n_queries + block - 1) / block || bounds->dims[1] != 2)
+    return fail_shape(plan, "block_bounds do not fit the queries");
+  if (block == EGI_TILE_QUERIES) a->bounds_input = first_key + 2; /* those of other tiles say nothing here */
   return EG_OK;
 }
 
@@ -185,8 +192,20 @@ egi_key_range egi_attention_range(const egi_attention *a, const egi_attention_he
   return range;
 }
 
+/* Both ends grow with the query, and each query sees its own key: the first query's first key, the last one's last. */
+static egi_key_range block_range(const egi_attention *a, const egi_attention_head *head, int64_t query, int64_t n) {
+  const int32_t *bounds = head->bounds + query / EGI_TILE_QUERIES * head->bounds_strides[0];
+  egi_key_range range = {bounds[0], (int64_t)bounds[head->bounds_strides[1]] + 1};
+  if (a->is_causal) range.last = smaller(range.last, query + n);
+  if (a->right >= 0 && a->right < a->n_keys) range.last = smaller(range.last, query + n + a->right);
+  if (a->left >= 0) range.first = larger(range.first, query - a->left);
+  return range;
+}
+
 egi_key_range egi_attention_tile_range(const egi_attention *a, const egi_attention_head *head, int64_t query,
                                        int64_t n) {
+  bool is_block = query % EGI_TILE_QUERIES == 0 && (n == EGI_TILE_QUERIES || query + n == a->n_queries);
+  if (head->bounds && is_block) return block_range(a, head, query, n);
   egi_key_range range = {INT64_MAX, 0};
   for (int64_t i = query; i < query + n; i++) {
     egi_key_range own = egi_attention_range(a, head, i);
@@ -236,6 +255,12 @@ egi_attention_head egi_attention_head_at(const egi_attention *a, const egi_kerne
     head.first_key_stride = first->strides[0];
     head.last_query = last->data;
     head.last_query_stride = last->strides[0];
+  }
+  if (a->bounds_input != 0) {
+    const egi_tensor *bounds = &call->inputs[a->bounds_input];
+    head.bounds = bounds->data;
+    head.bounds_strides[0] = bounds->strides[0];
+    head.bounds_strides[1] = bounds->strides[1];
   }
   if (a->has_lengths) {
     const int64_t *lengths = call->inputs[6].data;

@@ -11,6 +11,7 @@ enum {
   NW = EGI_KERNEL_NARROW_WEIGHTS
 };
 
+#define TILE(queries) ((uint32_t)(queries) << EGI_KERNEL_TILE_SHIFT)
 #define KERNEL(symbol, prepare, run, flags) \
   const egi_kernel egi_cpu_kernel_##symbol = {#symbol, flags, egi_cpu_prepare_##prepare, egi_cpu_run_##run, NULL};
 #define KERNEL_MEASURED(symbol, prepare, run, flags, measure)                                               \
@@ -19,6 +20,7 @@ enum {
 #include "backend/cpu/kernels.def"
 #undef KERNEL_MEASURED
 #undef KERNEL
+#undef TILE
 
 static const egi_kernel *const kernels[EGI_OP_COUNT] = {
 #define EGI_OP(symbol, domain, name, version, in_min, in_max, out_min, out_max, flags, shape, gradient) \

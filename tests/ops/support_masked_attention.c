@@ -30,8 +30,15 @@ static const masked_case cases[] = {
     {1, 1, 1, 520, 2, 2, true, 65, PADDING_HOLES, 3.0, true}, {1, 1, 1, 400, 2, 2, false, 100, PADDING_RIGHT, 0, false},
 };
 
-/* Documents in the row. */
-typedef enum documents { DOCUMENTS_NONE, DOCUMENTS_WHOLE, DOCUMENTS_MIXED } documents;
+/* Documents in the row; with the bounds of blocks of 64 rows, or of 20. */
+typedef enum documents {
+  DOCUMENTS_NONE,
+  DOCUMENTS_WHOLE,
+  DOCUMENTS_MIXED,
+  DOCUMENTS_BLOCKS,
+  DOCUMENTS_OTHER_BLOCKS,
+  DOCUMENTS_KINDS
+} documents;
 
 typedef struct operands {
   const masked_case *a;
@@ -57,7 +64,7 @@ static bool is_valid(const operands *o, int64_t batch, int64_t key) {
 
 /* Where the document of a row begins; mixed ones have lengths of 1, 3, 1, 37 .. */
 static int64_t document_of(const operands *o, int64_t row) {
-  if (o->documents != DOCUMENTS_MIXED) return 0;
+  if (o->documents < DOCUMENTS_MIXED) return 0;
   while (row > 1 && row != 4 && row % 37 != 5) row--;
   return row;
 }
@@ -160,7 +167,18 @@ static void begin(ops_case *c, void **state, egi_op op, eg_dtype dtype, operands
   c->absolute = dtype == EG_DTYPE_F32 ? 4e-6 : 1e-12;
 }
 
-/* first_key and last_query, the last operands. */
+static void add_bounds(ops_case *c, const operands *o, const ops_tensor *first, const ops_tensor *last) {
+  int64_t n = o->a->sequence, block = o->documents == DOCUMENTS_BLOCKS ? EGI_BLOCK_ROWS : 20;
+  const int64_t dims[2] = {(n + block - 1) / block, 2};
+  ops_tensor *bounds = ops_add_input(c, EG_DTYPE_I32, 2, dims);
+  if (block != EGI_BLOCK_ROWS) ops_add_attribute(c, egi_attribute_int("block", block));
+  for (int64_t i = 0; i < dims[0]; i++) {
+    bounds->values[2 * i] = first->values[i * block];
+    bounds->values[2 * i + 1] = last->values[(i + 1) * block < n ? (i + 1) * block - 1 : n - 1];
+  }
+}
+
+/* first_key, last_query and bounds of blocks, the last operands. */
 static void add_documents(ops_case *c, const operands *o) {
   int64_t n = o->a->sequence;
   if (o->documents == DOCUMENTS_NONE) return;
@@ -170,6 +188,7 @@ static void add_documents(ops_case *c, const operands *o) {
     first->values[i] = (double)document_of(o, i);
     last->values[i] = is_last ? (double)i : last->values[i + 1];
   }
+  if (o->documents >= DOCUMENTS_BLOCKS) add_bounds(c, o, first, last);
 }
 
 /* What no query sees may hold NaN: keys after all queries' windows, and padding. */
@@ -292,14 +311,16 @@ static void check_backward(void **state, const operands *form, eg_dtype dtype, u
 
 static void check_refusals(void **state) {
   static const masked_case a = {2, 4, 2, 3, 2, 2, true, 0, PADDING_RIGHT, 0, true};
-  for (int i = 0; i < 5; i++) {
+  for (int i = 0; i < 7; i++) {
     ops_case c;
-    operands o = {.a = &a, .documents = i < 3 ? DOCUMENTS_NONE : DOCUMENTS_MIXED};
+    operands o = {.a = &a, .documents = i < 3 ? DOCUMENTS_NONE : i < 5 ? DOCUMENTS_MIXED : DOCUMENTS_BLOCKS};
     begin(&c, state, EGI_OP_MaskedAttention, EG_DTYPE_F32, &o);
     (void)ops_add_output(&c, EG_DTYPE_F32, 4, (const int64_t[4]){2, 4, 3, 2});
     add_documents(&c, &o);
     if (i == 3) c.n_inputs--;
     if (i == 4) c.inputs[5].dims[0] = 2;
+    if (i == 5) c.inputs[7].dims[0] = 2;
+    if (i == 6) ops_add_attribute(&c, egi_attribute_int("block", 0));
     if (i == 0) o.valid->dims[1] = 2;
     if (i == 1) o.sinks->dims[0] = 2;
     if (i == 2) ops_add_attribute(&c, egi_attribute_int("window", -1));
@@ -310,8 +331,8 @@ static void check_refusals(void **state) {
 
 void ops_case_masked_attention(void **state, egi_op op) {
   bool is_gradient = op == EGI_OP_MaskedAttentionGrad;
-  for (size_t i = 0; i < 3 * EGI_COUNT(cases); i++) {
-    const operands form = {.a = &cases[i / 3], .documents = (documents)(i % 3)};
+  for (size_t i = 0; i < DOCUMENTS_KINDS * EGI_COUNT(cases); i++) {
+    const operands form = {.a = &cases[i / DOCUMENTS_KINDS], .documents = (documents)(i % DOCUMENTS_KINDS)};
     for (int wide = 0; wide < 2; wide++) {
       eg_dtype dtype = wide ? EG_DTYPE_F64 : EG_DTYPE_F32;
       if (is_gradient)
@@ -319,7 +340,7 @@ void ops_case_masked_attention(void **state, egi_op op) {
       else
         check_forward(state, form.a, form.documents, dtype);
     }
-    for (unsigned wanted = 1; wanted < 15 && i == 9 && is_gradient; wanted++)
+    for (unsigned wanted = 1; wanted < 15 && i == 3 * DOCUMENTS_KINDS && is_gradient; wanted++)
       check_backward(state, &form, EG_DTYPE_F32, wanted);
   }
   if (!is_gradient) check_refusals(state);
