@@ -156,6 +156,23 @@ static void budgets_are_held_by_a_model_of_experts(void **state) {
   sweep(*state, "gpt_oss/model.dynamo-op23-eager-batched_mm.onnx", options_of(128, 2), N_BUDGETS);
 }
 
+/* The routing is kept, the ragged products are made again. */
+static void adapters_of_experts_are_made_again(void **state) {
+  eg_trainer_options options = options_of(128, 2);
+  options.target_parameters = "mlp.experts.gate_up_proj,mlp.experts.down_proj";
+  sweep(*state, "gpt_oss/model.dynamo-op23-eager-batched_mm.onnx", options, 4);
+  sweep(*state, "qwen3_moe/model.torchscript-op17-eager-all.onnx", options, 4);
+  options.no_fuse = 1;
+  sweep(*state, "qwen3_moe/model.torchscript-op17-eager-all.onnx", options, 2);
+}
+
+/* Codes are turned to numbers again with the products that read them. */
+static void quantised_layers_are_made_again(void **state) {
+  eg_trainer_options options = options_of(128, 1);
+  options.quant = EG_QUANT_NF4;
+  sweep(*state, "llama/model.dynamo-op23-sdpa.onnx", options, 4);
+}
+
 static void plain_operators_are_made_again(void **state) {
   eg_trainer_options options = options_of(128, 1);
   options.no_fuse = 1;
@@ -291,6 +308,8 @@ static void blocks_below_the_first_adapter_stay(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {TEST(budgets_are_held_by_a_dense_model),
                                      TEST(budgets_are_held_by_a_model_of_experts),
+                                     TEST(adapters_of_experts_are_made_again),
+                                     TEST(quantised_layers_are_made_again),
                                      TEST(plain_operators_are_made_again),
                                      TEST(full_training_is_made_again),
                                      TEST(padded_batches_are_made_again),
