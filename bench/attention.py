@@ -6,7 +6,8 @@ LIBRARY.so holds the launchers of backend/cuda/attention.h (target egi_cuda_atte
 4 * head size * query heads * sum of length^2 / 2 forward and 2.5 times that backward (five products), whatever a kernel
 really multiplies. Times are medians of CUDA events around single calls; the plan, made once a micro-batch and shared by
 all layers, is timed by itself. What packed rows cost beyond their share is their time over that of 4 x 4096 in the same
-run, each divided by its FLOP. Errors are against float64.
+run, each divided by its FLOP; since events and launch add 3 to 4 us to so short a call, packed rows are also timed as
+one of ten calls in a replayed graph. Errors are against float64.
 """
 import argparse
 import ctypes
@@ -125,7 +126,7 @@ class Problem:
             tensor = getattr(self, name)
             setattr(a, name, Rows(tensor.data_ptr(), tensor.stride(0), tensor.stride(1)))
         a.lse = self.lse.data_ptr()
-        a.workspace_bytes = library.egi_cuda_attention_workspace(ctypes.byref(a), 1)
+        a.workspace_bytes = library.egi_cuda_attention_workspace(ctypes.byref(a), MMA, 1)
         self.workspace = torch.empty(a.workspace_bytes, device="cuda", dtype=torch.uint8)
         a.workspace = self.workspace.data_ptr()
         self.plan = torch.empty(library.egi_cuda_attention_plan_bytes(ctypes.byref(a)), device="cuda", dtype=torch.uint8)
@@ -221,9 +222,12 @@ class Bench:
         families = self.families if 64 <= dim <= 128 else [MMA]
         plan_ms = replayed_ms(problem.make_plan)
         rows = []
+        in_graph = {}
         for family in families:
-            forward_ms = median_ms(lambda: problem.call("forward", family))
-            rows.append((NAMES[family], forward_ms, median_ms(lambda: problem.call("backward", family))))
+            calls = [(what, lambda what=what: problem.call(what, family)) for what in ("forward", "backward")]
+            rows.append((NAMES[family], *(median_ms(call) for _, call in calls)))
+            if len(set(lengths)) > 1:
+                in_graph.update({(NAMES[family], what): replayed_ms(call, 10) for what, call in calls})
         for name, backend in PEERS if with_peers else ():
             try:
                 rows.append((name, *peer_times(problem, backend)))
@@ -235,6 +239,8 @@ class Bench:
             for what, ms, flop in (("forward", forward_ms, problem.flop), ("backward", backward_ms, 2.5 * problem.flop)):
                 row = self.report(title, name, ms, rate(flop, ms), what)
                 of_whole = whole.get((f"d{dim} {heads[0]}/{heads[1]} 4 x 4096", name, what))
+                if (name, what) in in_graph:
+                    row["ms_in_graph"] = in_graph[name, what]
                 if "packed" in title and of_whole:
                     row["cost_over_share"] = of_whole / row["tflops"]
         self.results.append({"case": title, "kernels": "plan", "ms": plan_ms})

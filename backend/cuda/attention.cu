@@ -41,11 +41,21 @@ egi_cuda_status check_arguments(const egi_cuda_attention *a, bool is_backward) {
   if (is_backward && (!a->last_query || !is_row_tensor(a->d_out) || !is_row_tensor(a->d_q) || !is_row_tensor(a->d_k) ||
                       !is_row_tensor(a->d_v) || (a->d_sinks && !a->sinks)))
     return EGI_CUDA_INVALID;
-  if (!a->workspace || reinterpret_cast<uintptr_t>(a->workspace) % 256 != 0 ||
-      a->workspace_bytes < carve_workspace(*a, is_backward).size_bytes)
-    return EGI_CUDA_INVALID;
+  if (!a->workspace || reinterpret_cast<uintptr_t>(a->workspace) % 256 != 0) return EGI_CUDA_INVALID;
   if (a->dtype != EGI_CUDA_BF16 && a->dtype != EGI_CUDA_F16) return EGI_CUDA_UNSUPPORTED;
   return is_supported_size(a->head_dim, a->value_dim) ? EGI_CUDA_OK : EGI_CUDA_UNSUPPORTED;
+}
+
+/* What a call is to do, once its arguments are good. */
+struct attention_call {
+  egi_cuda_attention a;
+  workspace_kind kind;
+  bool is_sm90;
+};
+
+workspace_kind find_kind(bool is_sm90, bool is_backward) {
+  if (!is_backward) return WORKSPACE_FORWARD;
+  return is_sm90 ? WORKSPACE_BACKWARD_SM90 : WORKSPACE_BACKWARD_MMA;
 }
 
 /* Whether the Hopper kernels are to run; false with a status other than OK where neither family can. */
@@ -60,19 +70,36 @@ egi_cuda_status choose_family(const egi_cuda_attention &a, egi_attention_kernels
   return major >= 8 ? EGI_CUDA_OK : EGI_CUDA_UNSUPPORTED;
 }
 
+egi_cuda_status prepare_call(const egi_cuda_attention *a, egi_attention_kernels kernels, bool is_backward,
+                             attention_call &out_call) {
+  egi_cuda_status status = check_arguments(a, is_backward);
+  if (status != EGI_CUDA_OK) return status;
+  out_call.a = *a;
+  status = choose_family(*a, kernels, out_call.is_sm90);
+  out_call.kind = find_kind(out_call.is_sm90, is_backward);
+  if (status == EGI_CUDA_OK && a->workspace_bytes < carve_workspace(*a, out_call.kind).size_bytes)
+    status = EGI_CUDA_INVALID;
+  return status;
+}
+
 /* The Hopper kernels read a plan: the caller's, or one made now in the workspace. */
-egi_cuda_status provide_plan(egi_cuda_attention &a, bool is_backward, cudaStream_t stream) {
-  if (a.plan) return EGI_CUDA_OK;
-  void *memory = carve_workspace(a, is_backward).plan;
+egi_cuda_status provide_plan(attention_call &call, cudaStream_t stream) {
+  egi_cuda_attention &a = call.a;
+  if (a.plan || !call.is_sm90) return EGI_CUDA_OK;
+  void *memory = carve_workspace(a, call.kind).plan;
   a.plan = memory;
-  return fill_plan(a, carve_plan(a, memory), is_backward ? 1 << LIST_DQ | 1 << LIST_DKV : 1 << LIST_FORWARD, stream);
+  const int parts = call.kind == WORKSPACE_FORWARD ? 1 << LIST_FORWARD : 1 << LIST_DQ | 1 << LIST_DKV;
+  return fill_plan(a, carve_plan(a, memory), parts, stream);
 }
 
 } // namespace
 } // namespace egi
 
-extern "C" size_t egi_cuda_attention_workspace(const egi_cuda_attention *attention, int is_backward) {
-  return egi::carve_workspace(*attention, is_backward != 0).size_bytes;
+extern "C" size_t egi_cuda_attention_workspace(const egi_cuda_attention *attention, egi_attention_kernels kernels,
+                                               int is_backward) {
+  bool is_sm90 = false;
+  if (egi::choose_family(*attention, kernels, is_sm90) != EGI_CUDA_OK) is_sm90 = false;
+  return egi::carve_workspace(*attention, egi::find_kind(is_sm90, is_backward != 0)).size_bytes;
 }
 
 extern "C" size_t egi_cuda_attention_plan_bytes(const egi_cuda_attention *attention) {
@@ -88,31 +115,23 @@ extern "C" egi_cuda_status egi_cuda_attention_plan(const egi_cuda_attention *a, 
 
 extern "C" egi_cuda_status egi_cuda_attention_forward(const egi_cuda_attention *attention,
                                                       egi_attention_kernels kernels, void *stream) {
-  egi_cuda_status status = egi::check_arguments(attention, false);
-  if (status != EGI_CUDA_OK) return status;
-  egi_cuda_attention a = *attention;
+  egi::attention_call call = {};
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
-  bool is_sm90 = false;
-  status = egi::choose_family(a, kernels, is_sm90);
+  egi_cuda_status status = egi::prepare_call(attention, kernels, false, call);
+  if (status == EGI_CUDA_OK) status = egi::provide_plan(call, cuda_stream);
   if (status != EGI_CUDA_OK) return status;
-  if (!is_sm90) return egi::forward_mma(a, cuda_stream);
-  status = egi::provide_plan(a, false, cuda_stream);
-  return status == EGI_CUDA_OK ? egi::forward_sm90(a, cuda_stream) : status;
+  return call.is_sm90 ? egi::forward_sm90(call.a, cuda_stream) : egi::forward_mma(call.a, cuda_stream);
 }
 
 extern "C" egi_cuda_status egi_cuda_attention_backward(const egi_cuda_attention *attention,
                                                        egi_attention_kernels kernels, void *stream) {
-  egi_cuda_status status = egi::check_arguments(attention, true);
-  if (status != EGI_CUDA_OK) return status;
-  egi_cuda_attention a = *attention;
+  egi::attention_call call = {};
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
-  bool is_sm90 = false;
-  status = egi::choose_family(a, kernels, is_sm90);
-  if (status == EGI_CUDA_OK && is_sm90) status = egi::provide_plan(a, true, cuda_stream);
-  if (status == EGI_CUDA_OK) status = egi::prepare_backward(a, cuda_stream);
-  if (status == EGI_CUDA_OK)
-    status = is_sm90 ? egi::backward_dkv_sm90(a, cuda_stream) : egi::backward_dkv_mma(a, cuda_stream);
-  if (status == EGI_CUDA_OK)
-    status = is_sm90 ? egi::backward_dq_sm90(a, cuda_stream) : egi::backward_dq_mma(a, cuda_stream);
-  return status;
+  egi_cuda_status status = egi::prepare_call(attention, kernels, true, call);
+  if (status == EGI_CUDA_OK) status = egi::provide_plan(call, cuda_stream);
+  if (status == EGI_CUDA_OK) status = egi::prepare_backward(call.a, cuda_stream);
+  if (status != EGI_CUDA_OK) return status;
+  if (!call.is_sm90) return egi::backward_mma(call.a, cuda_stream);
+  status = egi::backward_dkv_sm90(call.a, cuda_stream);
+  return status == EGI_CUDA_OK ? egi::backward_dq_sm90(call.a, cuda_stream) : status;
 }

@@ -58,8 +58,10 @@ typedef struct egi_cuda_attention {
   void *plan; /* from egi_cuda_attention_plan, or NULL: each call makes its own in the workspace */
 } egi_cuda_attention;
 
-/* Bytes of workspace that forward (or backward) needs; depends on sizes only. */
-size_t egi_cuda_attention_workspace(const egi_cuda_attention *attention, int is_backward);
+/* Bytes of workspace that forward (or backward) needs; depends on sizes, the kernels and the current device only. The
+ * mma kernels' backward holds d_q in fp32 there. */
+size_t egi_cuda_attention_workspace(const egi_cuda_attention *attention, egi_attention_kernels kernels,
+                                    int is_backward);
 
 /* The plan of a micro-batch: bounds and order of all tiles, from first_key, last_query (NULL: forward only) and the
  * offset. It serves every call with the same numbers of rows and heads, head_dim and arrays, so all layers of a step,

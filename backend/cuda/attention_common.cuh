@@ -22,39 +22,55 @@ constexpr float ln_2 = 0.69314718055994530942f;
 /* ---- workspace ------------------------------------------------------------------------------------------------- */
 
 enum { PREPARE_ROWS = 64, ROW_PADDING = 128 };
+/* Tiles of queries whose d_q the mma kernels add up: at least and at most so many rows. */
+enum { LEAST_DQ_ROWS = 16, MOST_DQ_ROWS = 64 };
+typedef enum workspace_kind { WORKSPACE_FORWARD, WORKSPACE_BACKWARD_SM90, WORKSPACE_BACKWARD_MMA } workspace_kind;
+
+/* Floats that a row of such a sum takes. */
+constexpr int dq_row_floats(int head_dim) {
+  return (head_dim + 31) / 32 * 32;
+}
 
 struct attention_workspace {
   float2 *row_pairs;   /* [n_heads, padded_rows] (lse in base 2, sum of d_out * out); (inf, 0) past n_queries */
   float *sink_parts;   /* [n_heads, n_prepare_blocks] */
   int64_t padded_rows; /* n_queries and a tile more, so that tiles may start anywhere */
   int n_prepare_blocks;
-  void *plan; /* where the caller brings none */
+  void *plan;     /* where the caller brings none */
+  float *dq_sums; /* the mma kernels' parts of d_q, added up */
+  int *dq_counts; /* blocks that have started, then for each sum how many parts it has */
   size_t size_bytes;
 };
 
 /* Bytes of a plan (attention_plan.cuh). */
 size_t count_plan_bytes(const egi_cuda_attention &a);
 
-inline attention_workspace carve_workspace(const egi_cuda_attention &a, bool is_backward) {
+inline attention_workspace carve_workspace(const egi_cuda_attention &a, workspace_kind kind) {
   attention_workspace w = {};
   char *base = static_cast<char *>(a.workspace);
   w.plan = base;
   w.size_bytes = count_plan_bytes(a) / 256 * 256 + 256;
-  if (!is_backward) return w;
+  if (kind == WORKSPACE_FORWARD) return w;
   w.padded_rows = (a.n_queries + ROW_PADDING + PREPARE_ROWS - 1) / PREPARE_ROWS * PREPARE_ROWS;
   w.n_prepare_blocks = static_cast<int>(w.padded_rows / PREPARE_ROWS);
   w.row_pairs = reinterpret_cast<float2 *>(base + w.size_bytes);
   w.size_bytes += static_cast<size_t>(a.n_heads) * static_cast<size_t>(w.padded_rows) * sizeof(float2);
   w.sink_parts = reinterpret_cast<float *>(base + w.size_bytes);
   w.size_bytes += static_cast<size_t>(a.n_heads) * static_cast<size_t>(w.n_prepare_blocks) * sizeof(float);
+  if (kind == WORKSPACE_BACKWARD_SM90) return w;
+  const size_t n_tiles = static_cast<size_t>((a.n_queries + MOST_DQ_ROWS - 1) / MOST_DQ_ROWS);
+  w.size_bytes = (w.size_bytes + 255) / 256 * 256;
+  w.dq_sums = reinterpret_cast<float *>(base + w.size_bytes);
+  w.size_bytes += n_tiles * MOST_DQ_ROWS * static_cast<size_t>(a.n_heads * dq_row_floats(a.head_dim)) * sizeof(float);
+  w.dq_counts = reinterpret_cast<int *>(base + w.size_bytes);
+  w.size_bytes += (1 + static_cast<size_t>(a.n_heads) * n_tiles * (MOST_DQ_ROWS / LEAST_DQ_ROWS)) * sizeof(int);
   return w;
 }
 
 /* Launchers of one family each, called by attention.cu after it has checked the arguments. */
 egi_cuda_status prepare_backward(const egi_cuda_attention &a, cudaStream_t stream);
 egi_cuda_status forward_mma(const egi_cuda_attention &a, cudaStream_t stream);
-egi_cuda_status backward_dq_mma(const egi_cuda_attention &a, cudaStream_t stream);
-egi_cuda_status backward_dkv_mma(const egi_cuda_attention &a, cudaStream_t stream);
+egi_cuda_status backward_mma(const egi_cuda_attention &a, cudaStream_t stream);
 egi_cuda_status forward_sm90(const egi_cuda_attention &a, cudaStream_t stream);
 egi_cuda_status backward_dq_sm90(const egi_cuda_attention &a, cudaStream_t stream);
 egi_cuda_status backward_dkv_sm90(const egi_cuda_attention &a, cudaStream_t stream);
@@ -126,29 +142,33 @@ __device__ __forceinline__ int query_offset(const egi_cuda_attention &a) {
   return a.query_offset + (a.query_offset_device ? *a.query_offset_device : 0);
 }
 
-/* How many of a thread's columns, 8 i + first + {0, 1}, lie before `column`. */
-__device__ __forceinline__ int count_columns_before(int column, int first) {
-  const int t = column - first;
-  return min(max(2 * (t >> 3) + min(t & 7, 2), 0), 32);
+/* Bits of a thread's columns, 8 i + first + {0, 1}, that lie before `column`, of up to 64 columns. */
+__device__ __forceinline__ unsigned columns_before(int column, int first) {
+  const int t = max(column - first, 0);
+  unsigned bits;
+  asm("bmsk.clamp.b32 %0, 0, %1;" : "=r"(bits) : "r"(2 * (t >> 3) + min(t & 7, 2)));
+  return bits;
 }
 
-/* Columns low .. high of a tile row count; the rest become -inf. `low` and `high` are relative to the tile's start. One
- * word of bits a row, since a test of a bit costs less than two comparisons. */
+/* Registers BEGIN .. END - 1 of row r of a tile: -inf where the bit is not set. A test of a bit of a word costs less
+ * than two comparisons. */
+template <int BEGIN, int END, int N>
+__device__ __forceinline__ void select_columns(float (&s)[N], int r, unsigned seen) {
+  static_assert(N <= 64, "a row's columns must fit a word");
+#pragma unroll
+  for (int i = BEGIN / 2; i < END / 2; i++) {
+    float &score = s[4 * (i >> 1) + 2 * r + (i & 1)];
+    score = seen >> i & 1u ? score : -CUDART_INF_F;
+  }
+}
+
+/* Columns low .. high of a tile row count; the rest become -inf. `low` and `high` are relative to the tile's start. */
 template <int N>
 __device__ __forceinline__ void mask_tile(float (&s)[N], const int (&low)[2], const int (&high)[2], int lane) {
-  static_assert(N <= 64, "a row's columns must fit a word");
   const int first = 2 * (lane & 3);
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int n_before = count_columns_before(low[r], first), n_until = count_columns_before(high[r] + 1, first);
-    const unsigned until = n_until == 32 ? ~0u : (1u << n_until) - 1u;
-    const unsigned seen = n_before == 32 ? 0u : until >> n_before << n_before;
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) {
-      float &score = s[4 * (i >> 1) + 2 * r + (i & 1)];
-      score = seen >> i & 1u ? score : -CUDART_INF_F;
-    }
-  }
+  for (int r = 0; r < 2; r++)
+    select_columns<0, N>(s, r, columns_before(high[r] + 1, first) & ~columns_before(low[r], first));
 }
 
 /* Beyond every key; small enough that a difference with a tile's start stays an int. */
@@ -188,8 +208,8 @@ __device__ __forceinline__ int2 last_query_range(const egi_cuda_attention &a, in
 /* ---- online softmax (Milakov and Gimelshein 2018; FlashAttention-2, Dao 2023) ----------------------------------- */
 
 struct softmax_state {
-  float largest[2]; /* of the scores so far, before scaling */
-  float sum[2];     /* this thread's part of the sum of exponentials */
+  float reference[2]; /* what exponentials are relative to: a score near the largest so far, before scaling */
+  float sum[2];       /* this thread's part of the sum of exponentials */
 };
 
 __device__ __forceinline__ float quad_max(float x) {
@@ -197,35 +217,78 @@ __device__ __forceinline__ float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
+__device__ __forceinline__ int quad_max(int x) {
+  x = max(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return max(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-/* Scores to exponentials relative to the new maximum; `correction` is what older sums and outputs are multiplied by. */
-template <int N>
-__device__ __forceinline__ void softmax_tile(float (&s)[N], softmax_state &state, float (&correction)[2], float scale) {
+/* Exponentials may grow this far, in powers of two, before their reference is raised: raising it costs a pass over the
+ * outputs. Sums and outputs share the reference, so it cancels; 2^8 is far from the largest number of any format. */
+constexpr float most_rise = 8.0f;
+
+/* The largest of `largest` and registers BEGIN .. END - 1 of row r. */
+template <int BEGIN, int END, int N>
+__device__ __forceinline__ float row_max(const float (&s)[N], int r, float largest) {
+#pragma unroll
+  for (int i = BEGIN / 4; i < END / 4; i++) largest = fmaxf(largest, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
+  return largest;
+}
+
+/* The same given that the result is positive: bits of positive numbers order as integers, of which three go at once. */
+template <int BEGIN, int END, int N>
+__device__ __forceinline__ int row_max_bits(const float (&s)[N], int r, float largest) {
+  int most[2] = {__float_as_int(largest), 0};
+#pragma unroll
+  for (int i = BEGIN / 4; i < END / 4; i++)
+    most[i & 1] = __vimax3_s32(most[i & 1], __float_as_int(s[4 * i + 2 * r]), __float_as_int(s[4 * i + 2 * r + 1]));
+  return max(most[0], most[1]);
+}
+
+/* Moves the reference of a row's exponentials to `largest` if that lies far above it. `shift` is what scaled scores are
+ * reduced by; returns what older sums and outputs are multiplied by. */
+__device__ __forceinline__ float move_reference(float &reference, float largest, float scale, float &shift) {
+  const float rise = (largest - reference) * scale;
+  const bool is_moved = rise > most_rise; /* NaN: nothing seen yet */
+  reference = is_moved ? largest : reference;
+  shift = reference == -CUDART_INF_F ? 0.0f : reference * scale;
+  return is_moved ? exp2_fast(-rise) : 1.0f;
+}
+
+/* Scores in registers BEGIN .. END - 1 to exponentials; their sums are added. */
+template <int BEGIN, int END, int N>
+__device__ __forceinline__ void exponentials(float (&s)[N], const float (&shift)[2], float scale, float (&sum)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    float largest = state.largest[r];
-#pragma unroll
-    for (int i = 0; i < N / 4; i++) largest = fmaxf(largest, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
-    largest = quad_max(largest);
-    const float shift = largest == -CUDART_INF_F ? 0.0f : largest * scale;
-    correction[r] = exp2_fast(state.largest[r] * scale - shift);
-    state.largest[r] = largest;
     float sum_even = 0.0f, sum_odd = 0.0f;
 #pragma unroll
-    for (int i = 0; i < N / 4; i++) {
-      const float even = exp2_fast(fmaf(s[4 * i + 2 * r], scale, -shift));
-      const float odd = exp2_fast(fmaf(s[4 * i + 2 * r + 1], scale, -shift));
+    for (int i = BEGIN / 4; i < END / 4; i++) {
+      const float even = exp2_fast(fmaf(s[4 * i + 2 * r], scale, -shift[r]));
+      const float odd = exp2_fast(fmaf(s[4 * i + 2 * r + 1], scale, -shift[r]));
       s[4 * i + 2 * r] = even;
       s[4 * i + 2 * r + 1] = odd;
       sum_even += even;
       sum_odd += odd;
     }
-    state.sum[r] = state.sum[r] * correction[r] + (sum_even + sum_odd);
+    sum[r] += sum_even + sum_odd;
   }
+}
+
+/* A tile's scores to exponentials; `correction` is what older outputs are multiplied by. */
+template <int N>
+__device__ __forceinline__ void softmax_tile(float (&s)[N], softmax_state &state, float (&correction)[2], float scale) {
+  float shift[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float largest = quad_max(row_max<0, N>(s, r, state.reference[r]));
+    correction[r] = move_reference(state.reference[r], largest, scale, shift[r]);
+    state.sum[r] *= correction[r];
+  }
+  exponentials<0, N>(s, shift, scale, state.sum);
 }
 
 /* softcap * tanh(scale * s / softcap) in base-2 units; `inner` = 2 log2(e) scale / softcap, `outer` = softcap log2(e).
@@ -236,9 +299,9 @@ template <int N> __device__ __forceinline__ void cap_tile(float (&s)[N], float i
 }
 
 /* Ends a row: adds the sink, gives the factor for the output and the log-sum-exp (natural). */
-__device__ __forceinline__ float finish_row(float largest, float sum, float scale, float sink, float &lse) {
+__device__ __forceinline__ float finish_row(float reference, float sum, float scale, float sink, float &lse) {
   sum = quad_sum(sum);
-  const float base = largest == -CUDART_INF_F ? -CUDART_INF_F : largest * scale;
+  const float base = reference == -CUDART_INF_F ? -CUDART_INF_F : reference * scale;
   const float sink_base2 = sink * log2_e;
   const float top = fmaxf(base, sink_base2);
   if (top == -CUDART_INF_F) {
@@ -247,8 +310,8 @@ __device__ __forceinline__ float finish_row(float largest, float sum, float scal
   }
   const float shrink = exp2_fast(base - top);
   const float total = sum * shrink + exp2_fast(sink_base2 - top);
-  lse = (top + log2f(total)) * ln_2;
-  return shrink / total;
+  lse = (top + __log2f(total)) * ln_2;
+  return divide_fast(shrink, total);
 }
 
 /* ---- backward: exponentials and score gradients ----------------------------------------------------------------- */

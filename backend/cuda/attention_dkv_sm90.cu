@@ -327,7 +327,7 @@ __global__ void __launch_bounds__(Shape::threads, 1) attention_dkv_sm90(const __
 template <class Element, int DIM, bool HAS_CAP>
 egi_cuda_status launch(const egi_cuda_attention &a, cudaStream_t stream) {
   using Shape = dkv_shape<Element, DIM, HAS_CAP>;
-  const attention_workspace w = carve_workspace(a, true);
+  const attention_workspace w = carve_workspace(a, WORKSPACE_BACKWARD_SM90);
   dkv_arguments g = {};
   g.a = a;
   const row_extent queries = {a.n_queries, a.n_heads, a.head_dim}, keys = {a.n_keys, a.n_kv_heads, a.head_dim};

@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(Shape::threads, 1) attention_dq_sm90(const __g
 template <class Element, int DIM, bool HAS_CAP>
 egi_cuda_status launch(const egi_cuda_attention &a, cudaStream_t stream) {
   using Shape = dq_shape<Element, DIM, HAS_CAP>;
-  const attention_workspace w = carve_workspace(a, true);
+  const attention_workspace w = carve_workspace(a, WORKSPACE_BACKWARD_SM90);
   dq_arguments g = {};
   g.a = a;
   const int packed = count_packed_heads(a);

@@ -84,7 +84,7 @@ finish_tile(const egi_cuda_attention &a, float (&out)[Shape::m_tiles][Shape::val
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float lse;
-      factor[m][r] = finish_row(state[m].largest[r], state[m].sum[r], scale, sink, lse);
+      factor[m][r] = finish_row(state[m].reference[r], state[m].sum[r], scale, sink, lse);
       const int row = first_row + 16 * m + 8 * r + (lane >> 2);
       if ((lane & 3) == 0 && row < a.n_queries) a.lse[head * a.n_queries + row] = lse;
     }
@@ -176,6 +176,8 @@ template <class Element> egi_cuda_status choose(const egi_cuda_attention &a, cud
   case 192:
     return launch<Element, forward_shape<192, 128, 1, 4, 64, 2>>(a, stream);
   case 256:
+    if (most_block_bytes() >= forward_shape<256, 256, 1, 8, 64, 1>::shared_bytes)
+      return launch<Element, forward_shape<256, 256, 1, 8, 64, 1>>(a, stream);
     return launch<Element, forward_shape<256, 256, 1, 4, 32, 2>>(a, stream);
   default:
     return EGI_CUDA_UNSUPPORTED;

@@ -45,7 +45,7 @@ __device__ __forceinline__ void load_rows(const forward_arguments &g, const pipe
 struct row_view {
   int low[2], high[2]; /* keys that this thread's two rows see */
   int first_position;  /* key position of the warpgroup's first row */
-  int edge, anchor;
+  int edge, least, anchor;
 };
 
 /* What a thread holds of the current item. */
@@ -108,17 +108,64 @@ template <class Shape> struct consumer {
     multiply_rows<typename Shape::Element, Shape::keys>(out, weights, b.base + Shape::v_at + v.stage * Shape::kv_bytes);
     wgmma_commit();
   }
-  __device__ __forceinline__ void weigh(float (&s)[64], const row_view &view, int j, softmax_state &state,
-                                        float (&correction)[2]) const {
+  __device__ __forceinline__ float score_scale() const { return Shape::has_cap ? 1.0f : g.a.scale * log2_e; }
+  /* Masks of the upper half of a tile, and of the lower one where that is seen at all. */
+  __device__ __forceinline__ void mask(float (&s)[64], const row_view &view, int start, bool has_lower) const {
+    const int first = 2 * (lane & 3), half = Shape::keys / 2;
+    if (start < view.edge) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const unsigned seen = ~columns_before(view.low[r] - start, first);
+        select_columns<32, 64>(s, r, seen);
+        if (has_lower) select_columns<0, 32>(s, r, seen);
+      }
+    }
+    if (start + Shape::keys - 1 > view.first_position) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const unsigned seen = columns_before(view.high[r] + 1 - start, first);
+        select_columns<32, 64>(s, r, seen);
+        if (start + half - 1 > view.first_position) select_columns<0, 32>(s, r, seen);
+      }
+    }
+  }
+  /* References of both rows from scores in registers BEGIN .. 63. */
+  template <int BEGIN>
+  __device__ __forceinline__ void find_references(const float (&s)[64], softmax_state &state, float (&shift)[2],
+                                                  float (&correction)[2]) const {
+    int bits[2];
+    float largest[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      bits[r] = quad_max(row_max_bits<BEGIN, 64>(s, r, state.reference[r]));
+      largest[r] = __int_as_float(bits[r]);
+    }
+    if (__any_sync(0xffffffffu, bits[0] <= 0 || bits[1] <= 0)) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) largest[r] = quad_max(row_max<BEGIN, 64>(s, r, state.reference[r]));
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      correction[r] = move_reference(state.reference[r], largest[r], score_scale(), shift[r]);
+      state.sum[r] *= correction[r];
+    }
+  }
+  /* The first part of a tile's softmax: all but the exponentials of its upper half. */
+  __device__ __forceinline__ void weigh_lower(float (&s)[64], const row_view &view, int j, softmax_state &state,
+                                              float (&shift)[2], float (&correction)[2]) const {
     const egi_cuda_attention &a = g.a;
     if (Shape::has_cap) cap_tile(s, 2.0f * log2_e * a.scale / a.softcap, a.softcap * log2_e);
     const int start = view.anchor - Shape::keys * (j + 1);
-    if (start < view.edge || start + Shape::keys - 1 > view.first_position) {
-      const int low[2] = {view.low[0] - start, view.low[1] - start};
-      const int high[2] = {view.high[0] - start, view.high[1] - start};
-      mask_tile(s, low, high, lane);
+    const bool has_lower = start + Shape::keys / 2 > view.least;
+    mask(s, view, start, has_lower);
+    if (has_lower) {
+      find_references<0>(s, state, shift, correction);
+      exponentials<0, 32>(s, shift, score_scale(), state.sum);
+    } else {
+      find_references<32>(s, state, shift, correction);
+#pragma unroll
+      for (int i = 0; i < 32; i++) s[i] = 0.0f;
     }
-    softmax_tile(s, state, correction, Shape::has_cap ? 1.0f : a.scale * log2_e);
   }
   /* The same where no values are held back: any number of tiles. */
   __device__ __forceinline__ void skip(int n) {
@@ -135,9 +182,12 @@ template <class Shape> struct consumer {
     pass_turn();
     wgmma_wait<0>(t.s);
     free_k();
-    weigh(t.s, view, j, state, t.correction);
+    float shift[2];
+    weigh_lower(t.s, view, j, state, shift, t.correction);
+    exponentials<32, 64>(t.s, shift, score_scale(), state.sum);
   }
-  /* The scores of tile j, to exponentials, and under these the values of the tile before. */
+  /* The scores of tile j, to exponentials, and under the first half of these the values of the tile before: packing
+   * weights, which needs the registers of those before, then runs under the second half. */
   __device__ __forceinline__ void step(tiles &t, const row_view &view, int j, softmax_state &state) {
     barrier_wait(b.first_full(k.stage), k.phase);
     wait_turn();
@@ -147,10 +197,12 @@ template <class Shape> struct consumer {
     pass_turn();
     wgmma_wait<1>(t.s);
     free_k();
-    weigh(t.s, view, j, state, t.correction);
+    float shift[2];
+    weigh_lower(t.s, view, j, state, shift, t.correction);
     hold(state.sum[0] + state.sum[1], -g.a.scale);
     wgmma_wait<0>(t.out);
     free_v();
+    exponentials<32, 64>(t.s, shift, score_scale(), state.sum);
   }
   /* The values of an item's last tile alone. */
   __device__ __forceinline__ void end_walk(tiles &t) {
@@ -163,19 +215,16 @@ template <class Shape> struct consumer {
   __device__ __forceinline__ void finish(const tiles &t, const item_before &before) const {
     const egi_cuda_attention &a = g.a;
     const float sink = a.sinks ? a.sinks[before.head] : -CUDART_INF_F;
-    float factor[2];
+    float factor[2], lse[2];
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float lse;
-      factor[r] = finish_row(t.state.largest[r], t.state.sum[r], Shape::has_cap ? 1.0f : a.scale * log2_e, sink, lse);
-      const int row = before.first_row + 8 * r + (lane >> 2);
-      if ((lane & 3) == 0 && row < a.n_queries) a.lse[before.head * a.n_queries + row] = lse;
-    }
+    for (int r = 0; r < 2; r++)
+      factor[r] = finish_row(t.state.reference[r], t.state.sum[r], score_scale(), sink, lse[r]);
     if (lane == 0) store_wait_read();
     __syncwarp();
     const unsigned tile = b.base + Shape::out_at + (64 * group + STORE_ROWS * warp) * panel_row_bytes;
     store_tile<typename Shape::Element>(t.out, factor, tile, Shape::q_panel, {&g.out, before.first_row, before.head},
                                         lane);
+    store_lse(a, before.head, before.first_row, lse, lane);
   }
   /* Ends the item before by itself. */
   __device__ __forceinline__ void close(tiles &t, const item_before &before) {
@@ -248,6 +297,7 @@ __device__ __forceinline__ void consume(const forward_arguments &g, const pipeli
     const warp_rows rows = find_warp_rows(item, g.packing, me.group, me.warp);
     row_view view;
     view.edge = item.edge;
+    view.least = item.least;
     view.anchor = item.anchor;
     view.first_position = rows.first_token + offset;
 #pragma unroll

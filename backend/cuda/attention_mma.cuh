@@ -26,33 +26,47 @@ template <int N> __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-/* Starts the copy of rows first .. first + ROWS - 1 of one head; rows outside 0 .. n_rows - 1 become zeros. Where the
- * threads make up whole rows, each keeps its columns and steps down by a constant, UNROLL copies at a time (fewer where
- * registers are short). */
+/* Shared memory that a block can have on the current device, 0 on failure. EGI_ATTENTION_LEAST_SHARED, for tests, takes
+ * the device for one of compute capability 8.6, where that is least. */
+inline int most_block_bytes() {
+  int device = 0, size_bytes = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&size_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess)
+    return 0;
+#ifdef EGI_ATTENTION_LEAST_SHARED
+  size_bytes = 99 << 10;
+#endif
+  return size_bytes;
+}
+
+/* The smallest power of two that is at least n. */
+__host__ __device__ constexpr int power_above(int n) {
+  int power = 1;
+  while (power < n) power *= 2;
+  return power;
+}
+
+/* Starts the copy of rows first .. first + ROWS - 1 of one head; rows outside 0 .. n_rows - 1 become zeros. Each thread
+ * keeps its columns (some have none where a row is no power of two) and steps down by a constant, UNROLL copies at a
+ * time (fewer where registers are short). */
 template <class Element, int ROWS, int COLUMNS, int THREADS, int UNROLL = 8>
 __device__ __forceinline__ void copy_rows(Element *dst, const egi_cuda_rows &rows, int head, int first, int n_rows) {
   constexpr int chunks = COLUMNS / 8, stride = padded_columns<COLUMNS>;
+  constexpr int threads_a_row = power_above(chunks), rows_at_once = THREADS / threads_a_row;
+  constexpr int n_turns = (ROWS + rows_at_once - 1) / rows_at_once;
   const Element *base = static_cast<const Element *>(rows.data) + head * rows.head_stride;
-  if constexpr (THREADS % chunks == 0 && ROWS % (THREADS / chunks) == 0) {
-    constexpr int rows_at_once = THREADS / chunks;
-    const int r = threadIdx.x / chunks, c = threadIdx.x % chunks;
-    const Element *src = base + (first + r) * rows.row_stride + 8 * c;
-    const unsigned to = shared_address(dst + r * stride + 8 * c);
-    const bool is_whole = first >= 0 && first + ROWS <= n_rows;
+  const int r = threadIdx.x / threads_a_row, c = threadIdx.x % threads_a_row;
+  if (chunks != threads_a_row && c >= chunks) return;
+  const Element *src = base + (first + r) * rows.row_stride + 8 * c;
+  const unsigned to = shared_address(dst + r * stride + 8 * c);
+  const bool is_whole = first >= 0 && first + ROWS <= n_rows;
 #pragma unroll(UNROLL)
-    for (int i = 0; i < ROWS / rows_at_once; i++) {
-      const int row = first + r + i * rows_at_once;
-      const bool is_inside = is_whole || (row >= 0 && row < n_rows);
-      copy_16_bytes(to + 2 * i * rows_at_once * stride, is_inside ? src : base, is_inside);
-      src += rows_at_once * rows.row_stride;
-    }
-  } else {
-    for (int i = threadIdx.x; i < ROWS * chunks; i += THREADS) {
-      const int r = i / chunks, c = i - r * chunks;
-      const bool is_inside = first + r >= 0 && first + r < n_rows;
-      const int64_t row = is_inside ? first + r : 0;
-      copy_16_bytes(shared_address(dst + r * stride + 8 * c), base + row * rows.row_stride + 8 * c, is_inside);
-    }
+  for (int i = 0; i < n_turns; i++) {
+    if (ROWS % rows_at_once != 0 && r + i * rows_at_once >= ROWS) break;
+    const int row = first + r + i * rows_at_once;
+    const bool is_inside = is_whole || (row >= 0 && row < n_rows);
+    copy_16_bytes(to + 2 * i * rows_at_once * stride, is_inside ? src : base, is_inside);
+    src += rows_at_once * rows.row_stride;
   }
 }
 

@@ -30,10 +30,11 @@ __device__ void plan_queries(const egi_cuda_attention &a, const list_job &job, i
   plan.n_steps = 0;
 #pragma unroll
   for (int g = 0; g < MAX_GROUPS; g++) {
-    plan.begin[g] = plan.end[g] = plan.edge[g] = 0;
+    plan.begin[g] = plan.end[g] = plan.edge[g] = plan.least[g] = 0;
     const int first = plan.first_row + job.tokens * g, last = min(first + job.tokens, n_queries) - 1;
     if (g >= job.size.groups || first >= n_queries) continue;
     const int first_key = max(a.first_key[first], 0), last_key = min(last + offset, n_keys - 1);
+    plan.least[g] = first_key;
     if (first_key < plan.anchor) plan.end[g] = (plan.anchor - first_key + step - 1) / step;
     plan.begin[g] = min(max((plan.anchor - 1 - last_key) / step, 0), plan.end[g]);
     plan.edge[g] = first + job.tokens <= n_queries ? a.first_key[last] : no_key;
@@ -49,7 +50,7 @@ __device__ void plan_keys(const egi_cuda_attention &a, const list_job &job, int 
   plan.n_steps = 0;
 #pragma unroll
   for (int g = 0; g < MAX_GROUPS; g++) {
-    plan.begin[g] = plan.end[g] = plan.edge[g] = 0;
+    plan.begin[g] = plan.end[g] = plan.edge[g] = plan.least[g] = 0;
     const int first = plan.first_row + job.tokens * g, n_rows = min(plan.end_row - first, job.tokens);
     if (g >= job.size.groups || n_rows <= 0) continue;
     const int2 lasts = last_query_range(a, first, n_rows, lane);

@@ -41,10 +41,11 @@ inline int count_packed_heads(const egi_cuda_attention &a) {
 
 /* Steps are counted from the anchor: keys downwards from it (query tiles), queries upwards (key tiles). Warpgroup g
  * needs steps begin[g] .. end[g] - 1 of 0 .. n_steps - 1. `edge` is the largest first key of its rows (query tiles) or
- * the smallest last query (key tiles): steps on the near side of it need no mask there. */
+ * the smallest last query (key tiles): steps on the near side of it need no mask there. `least` is the smallest first
+ * key (query tiles alone): nothing before it counts. */
 struct tile_plan {
   int first_row, n_steps, anchor, end_row; /* rows first_row .. end_row - 1 */
-  int begin[MAX_GROUPS], end[MAX_GROUPS], edge[MAX_GROUPS];
+  int begin[MAX_GROUPS], end[MAX_GROUPS], edge[MAX_GROUPS], least[MAX_GROUPS];
 };
 
 /* One list of tiles: how many there are, and the counter that hands them out, zero between launches. */

@@ -83,7 +83,7 @@ static void prepare_rows(const egi_cuda_attention &a, const attention_workspace 
 }
 
 egi_cuda_status prepare_backward(const egi_cuda_attention &a, cudaStream_t stream) {
-  const attention_workspace w = carve_workspace(a, true);
+  const attention_workspace w = carve_workspace(a, WORKSPACE_BACKWARD_SM90);
   if (a.dtype == EGI_CUDA_BF16)
     prepare_rows<__nv_bfloat16>(a, w, stream);
   else

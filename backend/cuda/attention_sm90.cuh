@@ -188,9 +188,19 @@ __device__ __forceinline__ void store_tile(const float (&d)[R], const float (&fa
   }
 }
 
+/* The log-sum-exp of a warp's 16 rows. Behind store_tile: its fence would wait for these stores. */
+__device__ __forceinline__ void store_lse(const egi_cuda_attention &a, int head, int first_row, const float (&lse)[2],
+                                          int lane) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row = first_row + 8 * r + (lane >> 2);
+    if ((lane & 3) == 0 && row < a.n_queries) a.lse[head * a.n_queries + row] = lse[r];
+  }
+}
+
 /* P heads packed in the 64 rows of a warpgroup (count_packed_heads): rows are head by head, so a warp has one head. */
 struct head_packing {
-  int n_heads, tokens; /* P, 64 / P */
+  int n_heads, tokens; /* P, 64 / P: powers of two */
 };
 
 /* The tile of rows a block owns, packed: GROUPS x 64 rows from `first_token` on, heads from `first_head` on. */
@@ -304,15 +314,16 @@ __device__ __forceinline__ void hand_out(const work_queue &queue, const pipeline
 
 /* What the other producer warp and warpgroup `group` of the consumers take of the next item. */
 struct item_view {
-  int first_row, end_row, anchor, n_steps, begin, end, edge, head;
+  int first_row, end_row, anchor, n_steps, begin, end, edge, least, head;
 };
 template <class Shape>
 __device__ __forceinline__ item_view take_item(const pipeline<Shape> &b, const work_slot *slots, ring<WORK_SLOTS> &slot,
                                                int group, int lane) {
   barrier_wait(b.slot_full(slot.stage), slot.phase);
   const tile_plan *plan = &slots[slot.stage].plan;
-  const item_view view = {plan->first_row,    plan->end_row,    plan->anchor,      plan->n_steps,
-                          plan->begin[group], plan->end[group], plan->edge[group], slots[slot.stage].head};
+  const item_view view = {plan->first_row,   plan->end_row,      plan->anchor,
+                          plan->n_steps,     plan->begin[group], plan->end[group],
+                          plan->edge[group], plan->least[group], slots[slot.stage].head};
   barrier_arrive_warp(b.slot_empty(slot.stage), lane);
   slot.advance();
   return view;
@@ -361,8 +372,9 @@ struct warp_rows {
 __device__ __forceinline__ warp_rows find_warp_rows(const item_view &item, const head_packing &packing, int group,
                                                     int warp) {
   const int first_token = item.first_row + packing.tokens * group, row_in_group = STORE_ROWS * warp;
-  return {first_token, first_token + row_in_group % packing.tokens,
-          item.head * packing.n_heads + row_in_group / packing.tokens};
+  const int shift = 31 - __clz(packing.tokens);
+  return {first_token, first_token + (row_in_group & (packing.tokens - 1)),
+          item.head * packing.n_heads + (row_in_group >> shift)};
 }
 
 /* ---- whole kernels ---------------------------------------------------------------------------------------------- */

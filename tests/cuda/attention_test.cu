@@ -169,7 +169,7 @@ struct device_problem {
     a.d_k = d_k.view();
     a.d_v = d_v.view();
     a.d_sinks = p.has_sinks ? d_sinks : nullptr;
-    a.workspace_bytes = egi_cuda_attention_workspace(&a, 1);
+    a.workspace_bytes = egi_cuda_attention_workspace(&a, EGI_ATTENTION_MMA, 1);
     CHECK_CUDA(cudaMalloc(&workspace, a.workspace_bytes));
     a.workspace = workspace;
     CHECK_CUDA(cudaMalloc(&plan, egi_cuda_attention_plan_bytes(&a)));
