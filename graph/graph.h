@@ -215,6 +215,7 @@ typedef struct egi_step_state {
   float inverse_targets; /* 1 / trained tokens of the step: the gradients in the pool are multiplied by it */
   float loss_scale;      /* 1 */
   int32_t has_gradients; /* 0 before the first micro-batch of a step: Accumulate overwrites */
+  float rest1, rest2;    /* 1 - beta1, 1 - beta2, rounded once */
 } egi_step_state;
 
 /* Rows of a tensor that is several tensors of the Hugging Face model, one below the other. */

@@ -161,6 +161,10 @@ eg_status egi_shape_like_first(egi_inference *in) {
   case EGI_OP_AdamW:
     for (unsigned i = 1; i < 4; i++) EG_TRY(check_same_shape(in, "the states", 0, i));
     break;
+  case EGI_OP_AdamW8bit:
+    EG_TRY(check_same_shape(in, "the gradients", 0, 1));
+    EG_TRY(check_same_shape(in, "the states", 2, 3));
+    break;
   default:
     break;
   }

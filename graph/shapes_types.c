@@ -119,6 +119,7 @@ static const uint8_t allowed[EGI_OP_COUNT] = {
     [EGI_OP_Accumulate] = FLOATS,
     [EGI_OP_GradientNorm] = FLOATS,
     [EGI_OP_AdamW] = FLOATS,
+    [EGI_OP_AdamW8bit] = FLOATS,
 };
 
 /* Operands with the type of input 0, a bit for each; EVERY: all of them. */

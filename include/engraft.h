@@ -348,6 +348,9 @@ typedef enum eg_checkpoint {
  */
 typedef enum eg_quant { EG_QUANT_NONE, EG_QUANT_NF4, EG_QUANT_FP4 } eg_quant;
 
+/* In 8 bits the moments of parameters of 4096 elements and more are codes with a scale for each 256 of them. */
+typedef enum eg_optimizer { EG_OPTIMIZER_ADAMW, EG_OPTIMIZER_ADAMW_8BIT } eg_optimizer;
+
 struct eg_trainer_options {
   size_t struct_size;
   const char *device;       /* "cpu" */
@@ -398,13 +401,16 @@ struct eg_trainer_options {
   const char *target_parameters;  /* experts to put adapters on, "mlp.experts.gate_up_proj,mlp.experts.down_proj", each
                                      matched as PEFT does: the whole name or its end after a dot; NULL, "none": none */
   eg_moe_dispatch moe_dispatch;
+  eg_optimizer optimizer;
+  int no_moment_floor; /* ADAMW_8BIT: 1: a second moment may round to 0, as in bitsandbytes, where the step is then
+                          first moment / epsilon; 0: what is above 0 stays so */
 };
 #define EG_TRAINER_OPTIONS_INIT                                                                                       \
   {                                                                                                                   \
     sizeof(eg_trainer_options), "cpu", EG_DTYPE_F32, 0, 16, 16.0, "all-linear", NULL, EG_LORA_INIT_DEFAULT, 2e-4,     \
         EG_SCHEDULE_CONSTANT, 0.0, 0.0, 0.9, 0.999, 1e-8, 1.0, 2048, 1, 0, 1.0, 0, 0, 0, EG_PACKING_AUTO,             \
         EG_PACKING_CACHE_ON, EG_CHECKPOINT_AUTO, 0, 0, EG_LOSS_AUTO, EG_POOLING_AUTO, 20.0, 0, NULL, NULL, NULL, 1.0, \
-        EG_QUANT_NONE, 64, 1, NULL, NULL, NULL, EG_MOE_FUSED                                                          \
+        EG_QUANT_NONE, 64, 1, NULL, NULL, NULL, EG_MOE_FUSED, EG_OPTIMIZER_ADAMW, 0                                   \
   }
 
 /* What a step did. */

@@ -106,6 +106,8 @@ eg_status training_options(tool *t, eg_trainer_options *options) {
   options->weight_decay = t->values[OPTION_WEIGHT_DECAY].number;
   options->epsilon = t->values[OPTION_EPS].number;
   options->clip = t->values[OPTION_CLIP].number;
+  options->optimizer =
+      strcmp(tool_text(t, OPTION_OPTIMIZER), "adamw8bit") == 0 ? EG_OPTIMIZER_ADAMW_8BIT : EG_OPTIMIZER_ADAMW;
   options->n_steps = t->values[OPTION_STEPS].count;
   options->n_epochs = t->values[OPTION_EPOCHS].number;
   options->seed = t->values[OPTION_SEED].count;

@@ -33,6 +33,7 @@ void egi_trainer_plan_options(const eg_trainer *trainer, egi_text *out) {
     egi_text_format(out, ", \"quant_block\": %" PRIu32, o->quant_block);
     add_flag(out, "double_quant", o->double_quant != 0);
   }
+  egi_text_format(out, ", \"optimizer\": \"%s\"", o->optimizer == EG_OPTIMIZER_ADAMW_8BIT ? "adamw8bit" : "adamw");
   egi_text_format(out, ", \"moe_dispatch\": \"%s\"", o->moe_dispatch == EG_MOE_LOOP ? "loop" : "fused");
   add_flag(out, "single_buffer", o->single_buffer != 0);
   egi_text_format(out, ", \"packing_cache\": \"%s\", \"checkpoint\": \"%s\"", caches[o->packing_cache],

@@ -1,22 +1,89 @@
 /* A trainer's state in one safetensors file, from which another trainer goes on bit by bit as this one would have:
  * parameters and moments, counters, and the settings that must be equal for that. */
-#include "train/train.h"
-
 #include <inttypes.h>
 #include <string.h>
+
+#include "base/blockwise.h"
+#include "train/train.h"
 
 #define COUNTERS "trainer.counters" /* i64 [COUNTER_COUNT] */
 #define SETTINGS "trainer.settings" /* u8: lines "name=value" */
 
 enum { STATE_VERSION = 1, COUNTER_COUNT = 4 };
 
-typedef struct pool_row {
+/* A run of a pool's bytes as a tensor of the file. */
+typedef struct piece {
+  const char
+      *name; /* PyTorch's words for Adam's moments, bitsandbytes' for codes and scales, and the parameter's name */
   egi_state_pool pool;
-  const char *prefix; /* of the name that the parameter has in files; PyTorch's words for Adam's moments */
-} pool_row;
+  uint64_t offset; /* bytes */
+  eg_dtype dtype;
+  int rank;
+  int64_t dims[EGI_MAX_RANK];
+  uint64_t size_bytes;
+} piece;
 
-static const pool_row pools[] = {
-    {EGI_POOL_PARAMETERS, "parameter."}, {EGI_POOL_MOMENT1, "exp_avg."}, {EGI_POOL_MOMENT2, "exp_avg_sq."}};
+enum { MAX_PIECES = 5 }; /* of one parameter */
+
+typedef struct piece_list {
+  const eg_trainer *trainer;
+  egi_arena *arena;
+  piece *pieces;
+  size_t count;
+} piece_list;
+
+static eg_status add_piece(piece_list *list, const char *prefix, const egi_state *state, piece row) {
+  uint64_t count = 1;
+  row.name = egi_arena_format(list->arena, "%s.%s", prefix, state->name);
+  if (row.name == NULL) return EG_ERROR_MEMORY;
+  for (int i = 0; i < row.rank; i++) count *= (uint64_t)row.dims[i];
+  row.size_bytes = count * (row.dtype == EG_DTYPE_U8 ? 1 : sizeof(float));
+  list->pieces[list->count++] = row;
+  return EG_OK;
+}
+
+/* Dims are the graph's: nothing is turned. */
+static piece like_state(const egi_state *state, egi_state_pool pool, uint64_t place) {
+  piece row = {.pool = pool, .offset = place * sizeof(float), .dtype = EG_DTYPE_F32, .rank = state->rank};
+  memcpy(row.dims, state->dims, sizeof row.dims);
+  return row;
+}
+
+static eg_status add_moments(piece_list *list, size_t index) {
+  const eg_trainer *trainer = list->trainer;
+  const egi_state *state = &trainer->machine.module->states[trainer->parameters[index]];
+  static const char *const names[2][3] = {{"exp_avg", "state1", "absmax1"}, {"exp_avg_sq", "state2", "absmax2"}};
+  for (int i = 0; i < 2; i++) {
+    egi_state_pool pool = i == 0 ? EGI_POOL_MOMENT1 : EGI_POOL_MOMENT2;
+    piece row = like_state(state, pool, trainer->moments[index]);
+    bool are_codes = egi_moments_are_codes(trainer, index);
+    if (are_codes) row.dtype = EG_DTYPE_U8;
+    EG_TRY(add_piece(list, names[i][are_codes ? 1 : 0], state, row));
+    if (!are_codes) continue;
+    uint64_t n_codes = (egi_state_count(state) + 3) / 4;
+    row = (piece){.pool = pool, .dtype = EG_DTYPE_F32, .rank = 1};
+    row.offset = (trainer->moments[index] + n_codes) * sizeof(float);
+    row.dims[0] = (int64_t)egi_moments_blocks(trainer, index);
+    EG_TRY(add_piece(list, names[i][2], state, row));
+  }
+  return EG_OK;
+}
+
+static eg_status list_pieces(const eg_trainer *trainer, egi_arena *arena, piece_list *out_list) {
+  piece_list list = {trainer, arena, EGI_NEW(arena, piece, trainer->n_parameters * MAX_PIECES), 0};
+  if (list.pieces == NULL) return EG_ERROR_MEMORY;
+  for (size_t i = 0; i < trainer->n_parameters; i++) {
+    const egi_state *state = &trainer->machine.module->states[trainer->parameters[i]];
+    EG_TRY(add_piece(&list, "parameter", state, like_state(state, EGI_POOL_PARAMETERS, state->offset)));
+    EG_TRY(add_moments(&list, i));
+  }
+  *out_list = list;
+  return EG_OK;
+}
+
+static void *memory_of(const eg_trainer *trainer, const piece *row) {
+  return (uint8_t *)egi_store_pool(trainer->machine.store, row->pool) + row->offset;
+}
 
 /* ---- what must be equal ---- */
 
@@ -81,6 +148,11 @@ static void add_settings(const eg_trainer *trainer, egi_text *text) {
                   o->accumulate, trainer->lanes.inputs.is_packed, o->packing == EG_PACKING_SEQUENTIAL);
   egi_text_format(text, "learning_rate=%.17g\nschedule=%d\nwarmup=%.17g\n", o->learning_rate, (int)o->schedule,
                   o->warmup);
+  egi_text_format(text, "optimizer=%d\nmoment_floor=%d\nlora_plus=%.17g\nloss=%d\npooling=%d\nsimilarity_scale=%.17g\n",
+                  (int)o->optimizer, o->no_moment_floor == 0, o->lora_plus, (int)o->loss, (int)o->pooling,
+                  o->similarity_scale);
+  egi_text_format(text, "quant=%d\nquant_block=%" PRIu32 "\ndouble_quant=%d\n", (int)o->quant, o->quant_block,
+                  o->double_quant != 0);
   egi_text_format(text, "weight_decay=%.17g\nbeta1=%.17g\nbeta2=%.17g\nepsilon=%.17g\nclip=%.17g\n", o->weight_decay,
                   o->beta1, o->beta2, o->epsilon, o->clip);
   egi_text_format(text, "loss=%d\npooling=%d\nsimilarity_scale=%.17g\nlora_plus=%.17g\n", (int)trainer->objective.loss,
@@ -89,44 +161,44 @@ static void add_settings(const eg_trainer *trainer, egi_text *text) {
 
 /* ---- saving ---- */
 
-static eg_status read_pools(const eg_trainer *trainer, egi_arena *arena, egi_safetensor *tensors) {
-  for (size_t i = 0; i < trainer->n_parameters; i++) {
-    const egi_state *state = &trainer->machine.module->states[trainer->parameters[i]];
-    uint64_t count = egi_state_count(state);
-    for (size_t p = 0; p < EGI_COUNT(pools); p++, tensors++) {
-      float *values = EGI_NEW(arena, float, (size_t)count);
-      tensors->name = egi_arena_format(arena, "%s%s", pools[p].prefix, state->name);
-      if (values == NULL || tensors->name == NULL) return EG_ERROR_MEMORY;
-      EG_TRY(egi_state_read(&trainer->machine, state, pools[p].pool, values));
-      tensors->dtype = EG_DTYPE_F32;
-      tensors->rank = egi_state_file_dims(state, tensors->dims);
-      tensors->data = (const uint8_t *)values;
-      tensors->size_bytes = count * sizeof *values;
-    }
+static eg_status read_pieces(const eg_trainer *trainer, const piece_list *list, egi_safetensor *tensors) {
+  const egi_machine *machine = &trainer->machine;
+  for (size_t i = 0; i < list->count; i++) {
+    const piece *row = &list->pieces[i];
+    void *bytes = egi_arena_get(list->arena, 1, (size_t)row->size_bytes);
+    if (bytes == NULL) return EG_ERROR_MEMORY;
+    EG_TRY(machine->backend->download(egi_store_device(machine->store), bytes, memory_of(trainer, row),
+                                      (size_t)row->size_bytes));
+    tensors[i] = (egi_safetensor){.name = row->name, .dtype = row->dtype, .rank = row->rank, .data = bytes};
+    memcpy(tensors[i].dims, row->dims, sizeof row->dims);
+    tensors[i].size_bytes = row->size_bytes;
   }
   return EG_OK;
 }
 
+static egi_safetensor vector_tensor(const char *name, eg_dtype dtype, const void *data, size_t count,
+                                    size_t size_bytes) {
+  return (egi_safetensor){
+      .name = name, .dtype = dtype, .rank = 1, .dims = {(int64_t)count}, .data = data, .size_bytes = size_bytes};
+}
+
 static eg_status save(const eg_trainer *trainer, const char *path, const egi_text *settings, egi_arena *arena) {
-  size_t count = trainer->n_parameters * EGI_COUNT(pools);
   int64_t counters[COUNTER_COUNT] = {STATE_VERSION, (int64_t)trainer->step, (int64_t)trainer->n_updates,
                                      (int64_t)trainer->next_batch};
-  egi_safetensor *tensors = EGI_NEW(arena, egi_safetensor, count + 2);
+  float maps[2][256]; /* what codes of 8 bits stand for */
+  piece_list list;
+  EG_TRY(list_pieces(trainer, arena, &list));
+  egi_safetensor *tensors = EGI_NEW(arena, egi_safetensor, list.count + 4);
   if (tensors == NULL) return EG_ERROR_MEMORY;
-  EG_TRY(read_pools(trainer, arena, tensors));
-  tensors[count] = (egi_safetensor){.name = COUNTERS,
-                                    .dtype = EG_DTYPE_I64,
-                                    .rank = 1,
-                                    .dims = {COUNTER_COUNT},
-                                    .data = (const uint8_t *)counters,
-                                    .size_bytes = sizeof counters};
-  tensors[count + 1] = (egi_safetensor){.name = SETTINGS,
-                                        .dtype = EG_DTYPE_U8,
-                                        .rank = 1,
-                                        .dims = {(int64_t)settings->length},
-                                        .data = (const uint8_t *)egi_text_string(settings),
-                                        .size_bytes = settings->length};
-  return egi_safetensors_write(trainer->ctx, path, tensors, count + 2);
+  EG_TRY(read_pieces(trainer, &list, tensors));
+  size_t n = list.count;
+  tensors[n++] = vector_tensor(COUNTERS, EG_DTYPE_I64, counters, COUNTER_COUNT, sizeof counters);
+  tensors[n++] = vector_tensor(SETTINGS, EG_DTYPE_U8, egi_text_string(settings), settings->length, settings->length);
+  for (int i = 0; i < 2 && trainer->options.optimizer == EG_OPTIMIZER_ADAMW_8BIT; i++) {
+    egi_dynamic_map(i == 0, maps[i]);
+    tensors[n++] = vector_tensor(i == 0 ? "qmap1" : "qmap2", EG_DTYPE_F32, maps[i], 256, sizeof maps[i]);
+  }
+  return egi_safetensors_write(trainer->ctx, path, tensors, n);
 }
 
 eg_status egi_trainer_save_state(const eg_trainer *trainer, const char *path) {
@@ -198,16 +270,12 @@ static eg_status read_counters(const loader *l, int64_t counters[COUNTER_COUNT])
   return EG_OK;
 }
 
-static eg_status find_tensor(loader *l, const egi_state *state, const char *prefix, const egi_safetensor **out_tensor) {
-  const char *name = egi_arena_format(&l->arena, "%s%s", prefix, state->name);
-  int64_t dims[EGI_MAX_RANK];
-  int rank = egi_state_file_dims(state, dims);
-  if (name == NULL) return EG_ERROR_MEMORY;
-  const egi_safetensor *tensor = egi_safetensors_find(l->file, name);
-  if (tensor == NULL) return egi_fail(l->trainer->ctx, EG_ERROR_DATA, "%s: %s is missing", l->path, name);
-  bool is_same = tensor->dtype == EG_DTYPE_F32 && tensor->rank == rank;
-  for (int i = 0; is_same && i < rank; i++) is_same = tensor->dims[i] == dims[i];
-  if (!is_same) return egi_fail(l->trainer->ctx, EG_ERROR_DATA, "%s: %s has another type or shape", l->path, name);
+static eg_status find_tensor(const loader *l, const piece *row, const egi_safetensor **out_tensor) {
+  const egi_safetensor *tensor = egi_safetensors_find(l->file, row->name);
+  if (tensor == NULL) return egi_fail(l->trainer->ctx, EG_ERROR_DATA, "%s: %s is missing", l->path, row->name);
+  bool is_same = tensor->dtype == row->dtype && tensor->rank == row->rank;
+  for (int i = 0; is_same && i < row->rank; i++) is_same = tensor->dims[i] == row->dims[i];
+  if (!is_same) return egi_fail(l->trainer->ctx, EG_ERROR_DATA, "%s: %s has another type or shape", l->path, row->name);
   *out_tensor = tensor;
   return EG_OK;
 }
@@ -215,25 +283,18 @@ static eg_status find_tensor(loader *l, const egi_state *state, const char *pref
 /* All tensors are there before the first is written: a file that does not fit changes nothing. */
 static eg_status load(loader *l) {
   eg_trainer *trainer = l->trainer;
+  const egi_machine *machine = &trainer->machine;
   int64_t counters[COUNTER_COUNT];
-  size_t count = trainer->n_parameters * EGI_COUNT(pools);
-  const egi_safetensor **tensors = EGI_NEW(&l->arena, const egi_safetensor *, count);
-  uint64_t largest = 1;
+  piece_list list;
   EG_TRY(check_settings(l));
   EG_TRY(read_counters(l, counters));
+  EG_TRY(list_pieces(trainer, &l->arena, &list));
+  const egi_safetensor **tensors = EGI_NEW(&l->arena, const egi_safetensor *, list.count);
   if (tensors == NULL) return EG_ERROR_MEMORY;
-  for (size_t i = 0; i < count; i++) {
-    const egi_state *state = &trainer->machine.module->states[trainer->parameters[i / EGI_COUNT(pools)]];
-    EG_TRY(find_tensor(l, state, pools[i % EGI_COUNT(pools)].prefix, &tensors[i]));
-    if (tensors[i]->size_bytes > largest) largest = tensors[i]->size_bytes;
-  }
-  float *values = egi_arena_get(&l->arena, 1, (size_t)largest); /* tensors of a file may be unaligned */
-  if (values == NULL) return EG_ERROR_MEMORY;
-  for (size_t i = 0; i < count; i++) {
-    const egi_state *state = &trainer->machine.module->states[trainer->parameters[i / EGI_COUNT(pools)]];
-    memcpy(values, tensors[i]->data, (size_t)tensors[i]->size_bytes);
-    EG_TRY(egi_state_write(&trainer->machine, state, pools[i % EGI_COUNT(pools)].pool, values));
-  }
+  for (size_t i = 0; i < list.count; i++) EG_TRY(find_tensor(l, &list.pieces[i], &tensors[i]));
+  for (size_t i = 0; i < list.count; i++)
+    EG_TRY(machine->backend->upload(egi_store_device(machine->store), memory_of(trainer, &list.pieces[i]),
+                                    tensors[i]->data, (size_t)tensors[i]->size_bytes));
   trainer->step = (uint64_t)counters[1];
   trainer->n_updates = (uint64_t)counters[2];
   trainer->next_batch = (size_t)counters[3];

@@ -311,6 +311,7 @@ struct eg_trainer {
   egi_session *optimizer_session;
   uint64_t n_steps, step; /* asked for, done */
   uint64_t n_updates;     /* steps that moved the parameters */
+  uint64_t *moments;      /* by parameter: where its states begin in their pools, in floats */
   egi_step_state state;   /* what the device has */
   bool has_gradients;
   atomic_int is_stop_requested;
@@ -383,6 +384,12 @@ eg_status egi_trainer_evaluate(eg_trainer *trainer, const egi_documents *documen
 void egi_trainer_request_stop(eg_trainer *trainer);
 eg_status egi_trainer_save_adapter(const eg_trainer *trainer, const char *directory);
 eg_status egi_trainer_save_model(const eg_trainer *trainer, const char *path);
+/* moments.c: sets trainer->moments and the sizes of the pools; adds the optimizer's node. */
+eg_status egi_moments_place(eg_trainer *trainer);
+eg_status egi_moments_emit(const eg_trainer *trainer, egi_emitter *emitter, const egi_value_id inputs[6]);
+/* Whether a parameter's states are codes, one a byte, with a scale for each 256 behind them. */
+bool egi_moments_are_codes(const eg_trainer *trainer, size_t parameter);
+uint64_t egi_moments_blocks(const eg_trainer *trainer, size_t parameter);
 /* resume.c */
 eg_status egi_trainer_save_state(const eg_trainer *trainer, const char *path);
 eg_status egi_trainer_load_state(eg_trainer *trainer, const char *path);

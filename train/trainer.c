@@ -33,6 +33,7 @@ static eg_status check_options(eg_context *ctx, const eg_trainer_options *o) {
   if (o->pooling < EG_POOLING_AUTO || o->pooling > EG_POOLING_OUTPUT) wrong = "pooling";
   if (!is_within(o->similarity_scale, 1e-6, 1e6)) wrong = "similarity_scale";
   if (o->moe_dispatch < EG_MOE_FUSED || o->moe_dispatch > EG_MOE_LOOP) wrong = "moe_dispatch";
+  if (o->optimizer < EG_OPTIMIZER_ADAMW || o->optimizer > EG_OPTIMIZER_ADAMW_8BIT) wrong = "optimizer";
   if (o->tokens < 2) wrong = "tokens";
   if (o->accumulate < 1) wrong = "accumulate";
   if (o->n_steps == 0 && !(o->n_epochs > 0.0 && o->n_epochs <= 1e9)) wrong = "n_epochs";
@@ -203,7 +204,9 @@ static void set_state(eg_trainer *trainer) {
                                     .beta2 = (float)o->beta2,
                                     .epsilon = (float)o->epsilon,
                                     .clip = (float)o->clip,
-                                    .loss_scale = 1.0f};
+                                    .loss_scale = 1.0f,
+                                    .rest1 = (float)(1.0 - o->beta1),
+                                    .rest2 = (float)(1.0 - o->beta2)};
 }
 
 static eg_status check_targets(const eg_trainer *trainer) {

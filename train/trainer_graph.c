@@ -69,50 +69,19 @@ static eg_status add_pool(egi_graph *graph, egi_state_pool pool, egi_value_id *o
   return egi_graph_add_state(graph, state, out_value);
 }
 
-static bool is_equal(float a, float b) {
-  return !(a < b) && !(a > b);
-}
-
-/* Segments of equal decay and rate: with LoRA+ (Hayou et al., 2024) B learns faster. */
-static eg_status make_segments(const eg_trainer *trainer, egi_attribute attributes[3]) {
-  egi_arena *arena = &trainer->machine.module->arena;
-  int64_t *starts = EGI_NEW(arena, int64_t, trainer->n_parameters);
-  float *decays = EGI_NEW(arena, float, trainer->n_parameters);
-  float *rates = EGI_NEW(arena, float, trainer->n_parameters);
-  uint32_t n = 0;
-  if (starts == NULL || decays == NULL || rates == NULL) return EG_ERROR_MEMORY;
-  for (size_t i = 0; i < trainer->n_parameters; i++) {
-    const egi_state *state = &trainer->machine.module->states[trainer->parameters[i]];
-    float decay = state->has_decay ? 1.0f : 0.0f;
-    float rate = egi_has_suffix(state->name, ".lora_B.weight") ? (float)trainer->options.lora_plus : 1.0f;
-    if (n > 0 && is_equal(decays[n - 1], decay) && is_equal(rates[n - 1], rate)) continue;
-    starts[n] = n > 0 ? (int64_t)state->offset : 0;
-    decays[n] = decay;
-    rates[n++] = rate;
-  }
-  attributes[0] = egi_attribute_ints("starts", starts, n);
-  attributes[1] = (egi_attribute){.name = "decays", .kind = EGI_ATTRIBUTE_FLOATS, .count = n, .u.floats = decays};
-  attributes[2] = (egi_attribute){.name = "rates", .kind = EGI_ATTRIBUTE_FLOATS, .count = n, .u.floats = rates};
-  return EG_OK;
-}
-
 static eg_status build_optimizer(eg_trainer *trainer) {
   egi_module *module = trainer->machine.module;
   egi_value_id in[6]; /* parameters, gradients, moments, step state, norm */
-  egi_attribute attributes[3];
   EG_TRY(egi_module_add_graph(module, "optimizer", &trainer->optimizer));
-  module->pool_elements[EGI_POOL_MOMENT1] = module->pool_elements[EGI_POOL_PARAMETERS];
-  module->pool_elements[EGI_POOL_MOMENT2] = module->pool_elements[EGI_POOL_PARAMETERS];
+  EG_TRY(egi_moments_place(trainer));
   EG_TRY(add_pool(trainer->optimizer, EGI_POOL_PARAMETERS, &in[0]));
   EG_TRY(add_pool(trainer->optimizer, EGI_POOL_GRADIENTS, &in[1]));
   EG_TRY(add_pool(trainer->optimizer, EGI_POOL_MOMENT1, &in[2]));
   EG_TRY(add_pool(trainer->optimizer, EGI_POOL_MOMENT2, &in[3]));
   EG_TRY(add_pool(trainer->optimizer, EGI_POOL_STEP, &in[4]));
-  EG_TRY(make_segments(trainer, attributes));
   egi_emitter emitter = {.graph = trainer->optimizer, .status = EG_OK};
   in[5] = egi_emit(&emitter, EGI_OP_GradientNorm, (egi_value_id[2]){in[1], in[4]}, 2, NULL, 0);
-  (void)egi_emit(&emitter, EGI_OP_AdamW, in, 6, attributes, 3);
-  EG_TRY(emitter.status);
+  EG_TRY(egi_moments_emit(trainer, &emitter, in));
   EG_TRY(egi_graph_add_output(trainer->optimizer, in[5]));
   return egi_graph_tidy(trainer->optimizer);
 }

@@ -1,5 +1,6 @@
 /* Accumulate, GradientNorm and AdamW over flat f32 states, in fixed chunks of elements: results do not depend on the
  * number of threads. The norm is summed in f64, chunks in order. */
+#include "backend/cpu/optimizer.h"
 #include "backend/cpu/strided.h"
 
 #include <math.h>
@@ -13,7 +14,7 @@ static int64_t chunk_size(int64_t n, int64_t start) {
   return n - start < CHUNK ? n - start : CHUNK;
 }
 
-static eg_status check_step(const egi_kernel_plan *plan, unsigned input) {
+eg_status egi_check_step(const egi_kernel_plan *plan, unsigned input) {
   const egi_tensor *step = &plan->inputs[input];
   if (step->dtype != EG_DTYPE_U8) return egi_fail_types(plan);
   if (egi_tensor_count(step) < (int64_t)sizeof(egi_step_state))
@@ -41,7 +42,7 @@ eg_status egi_cpu_prepare_accumulate(egi_kernel_plan *plan) {
   if (plan->inputs[0].dtype != EG_DTYPE_F32 || plan->inputs[1].dtype != EG_DTYPE_F32) return egi_fail_types(plan);
   if (egi_tensor_count(&plan->inputs[0]) != egi_tensor_count(&plan->inputs[1]))
     return egi_fail_node(plan->graph, plan->node, EG_ERROR_SHAPE, "gradient and state differ in size");
-  return check_step(plan, 2);
+  return egi_check_step(plan, 2);
 }
 
 eg_status egi_cpu_run_accumulate(eg_context *ctx, const egi_kernel_call *call) {
@@ -65,7 +66,7 @@ eg_status egi_cpu_run_accumulate(eg_context *ctx, const egi_kernel_call *call) {
 
 eg_status egi_cpu_prepare_gradient_norm(egi_kernel_plan *plan) {
   if (plan->inputs[0].dtype != EG_DTYPE_F32 || plan->outputs[0].dtype != EG_DTYPE_F32) return egi_fail_types(plan);
-  EG_TRY(check_step(plan, 1));
+  EG_TRY(egi_check_step(plan, 1));
   plan->workspace_bytes = (size_t)chunk_count(egi_tensor_count(&plan->inputs[0])) * sizeof(double);
   return EG_OK;
 }
@@ -135,7 +136,7 @@ eg_status egi_cpu_prepare_adamw(egi_kernel_plan *plan) {
   if (plan->inputs[5].dtype != EG_DTYPE_F32) return egi_fail_types(plan);
   if (!fits) return egi_fail_node(plan->graph, plan->node, EG_ERROR_SHAPE, "states and segments do not fit each other");
   plan->params = p;
-  return check_step(plan, 4);
+  return egi_check_step(plan, 4);
 }
 
 static void update_range(const adamw_run *run, int64_t start, int64_t end, uint32_t segment) {
@@ -152,8 +153,9 @@ static void update_range(const adamw_run *run, int64_t start, int64_t end, uint3
                      run->gradient_factor,
                      1.0f - rate * decay,
                      rate,
-                     step->beta1,
                      step->beta2,
+                     step->rest1,
+                     step->rest2,
                      step->epsilon,
                      step->correction1,
                      step->correction2};
@@ -181,17 +183,20 @@ static void run_adamw_chunk(void *argument, size_t index, size_t worker) {
   }
 }
 
+/* torch.nn.utils.clip_grad_norm_ */
+float egi_gradient_factor(const egi_step_state *step, float norm) {
+  float coefficient = step->clip / (norm + 1e-6f);
+  bool is_clipped = step->clip > 0 && !(coefficient >= 1.0f);
+  return is_clipped ? step->inverse_targets * coefficient : step->inverse_targets;
+}
+
 eg_status egi_cpu_run_adamw(eg_context *ctx, const egi_kernel_call *call) {
   (void)ctx;
   const adamw_params *p = call->params;
   const egi_step_state *step = call->inputs[4].data;
   const float *norm = call->inputs[5].data;
   if (!isfinite(*norm)) return EG_OK; /* the caller sees the norm and reports it; nothing has moved */
-  adamw_run run = {p, call, step->inverse_targets};
-  if (step->clip > 0) { /* torch.nn.utils.clip_grad_norm_ */
-    float coefficient = step->clip / (*norm + 1e-6f);
-    if (!(coefficient >= 1.0f)) run.gradient_factor *= coefficient;
-  }
+  adamw_run run = {p, call, egi_gradient_factor(step, *norm)};
   egi_pool_run(call->pool, (size_t)chunk_count(p->n), run_adamw_chunk, &run);
   return EG_OK;
 }

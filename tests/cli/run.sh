@@ -77,7 +77,7 @@ bad 2 'rank' train model.onnx --data data.jsonl --out run --config settings.json
 
 # ---- options of other versions: named, never ignored ----
 for option in '--device cuda' '--dtype bf16' \
-  '--optimizer adamw8bit' '--loss dpo' '--lora-dropout 0.1' '--neftune 5' '--init pissa' '--qat int4'; do
+  '--loss dpo' '--lora-dropout 0.1' '--neftune 5' '--init pissa' '--qat int4'; do
   # shellcheck disable=SC2086 # option and value
   bad 1 "$option is not in this version" train model.onnx --data data.jsonl --out run $option
 done
@@ -187,6 +187,19 @@ good train model.onnx --data data.jsonl --out patient --lr 0 --steps 9 --eval-da
 good train model.onnx --data data.jsonl --out patient --lr 0 --steps 9 --eval-data data.jsonl --eval-every 1 --patience 2 \
   --save-every 1 --log patient.jsonl --resume
 [ "$(grep -c eval_loss patient.jsonl)" -eq 3 ] || fail "a run that had ended went on"
+
+# in 8 bits, too
+eight='--text run.txt --full --optimizer adamw8bit --lr 1e-3 --tokens 64 --sequence 32 --save-every 2'
+yes 'some text to learn from' | head -c 2000 >run.txt
+# shellcheck disable=SC2086 # options and values
+{
+  good train model.onnx $eight --out whole8 --steps 4
+  good train model.onnx $eight --out part8 --steps 2
+  good train model.onnx $eight --out part8 --steps 4 --resume
+  bad 1 'saved with optimizer=1, this run has optimizer=0' train model.onnx $eight --optimizer adamw --out part8 --resume
+}
+cmp -s whole8/checkpoint-4/trainer.safetensors part8/checkpoint-4/trainer.safetensors || fail "8 bits: resumed run differs"
+holds whole8/checkpoint-4/trainer.safetensors 'state1\.model\.embed_tokens'
 
 printf '{"rank": 2, "targets": ["q_proj", "v_proj"], "full": false, "lr": 0.001, "steps": 1, "init": null}' >settings.json
 good train model.onnx --data data.jsonl --out configured --config settings.json --rank 3

@@ -183,7 +183,7 @@ typedef struct egi_adamw {
   int64_t n;
   float gradient_factor; /* clip coefficient and 1/targets */
   float keep;            /* 1 - rate · decay */
-  float rate, beta1, beta2, epsilon, correction1, correction2;
+  float rate, beta2, rest1, rest2, epsilon, correction1, correction2; /* rest: 1 - beta */
 } egi_adamw;
 
 typedef struct egi_isa_train {

@@ -9,14 +9,14 @@ static void adamw(const egi_adamw *chunk) {
   float *p = chunk->parameters, *m = chunk->moment1, *v = chunk->moment2;
   const float *gradients = chunk->gradients;
   float factor = chunk->gradient_factor, keep = chunk->keep;
-  float beta1 = chunk->beta1, beta2 = chunk->beta2, epsilon = chunk->epsilon;
+  float beta2 = chunk->beta2, rest1 = chunk->rest1, rest2 = chunk->rest2, epsilon = chunk->epsilon;
   float step_size = chunk->rate / chunk->correction1;
   float root = sqrtf(chunk->correction2);
   EGI_SIMD
   for (int64_t i = 0; i < chunk->n; i++) {
     float g = gradients[i] * factor;
-    float first = m[i] + (g - m[i]) * (1.0f - beta1);
-    float second = v[i] * beta2 + (1.0f - beta2) * (g * g);
+    float first = m[i] + (g - m[i]) * rest1;
+    float second = v[i] * beta2 + rest2 * (g * g);
     m[i] = first;
     v[i] = second;
     p[i] = p[i] * keep - step_size * (first / (sqrtf(second) / root + epsilon));

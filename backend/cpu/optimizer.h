@@ -1,0 +1,12 @@
+/* What the kernels of the optimizer's operators share. */
+#ifndef ENGRAFT_BACKEND_CPU_OPTIMIZER_H
+#define ENGRAFT_BACKEND_CPU_OPTIMIZER_H
+
+#include "backend/cpu/cpu.h"
+
+/* Whether that input is a step state. */
+eg_status egi_check_step(const egi_kernel_plan *plan, unsigned input);
+/* What gradients are multiplied by: 1 / trained tokens, and what clips them to the step's norm. */
+float egi_gradient_factor(const egi_step_state *step, float norm);
+
+#endif
