@@ -115,6 +115,38 @@ static void test_out_of_memory(void **state) {
   assert_int_equal(fixture->n_live, n_live);
 }
 
+/* The training graph leaves as a file and is read again. */
+static eg_status export_training(api_fixture *fixture, uint64_t fail_at) {
+  char path[256];
+  eg_trainer_options options = api_options();
+  eg_model *model = NULL, *again = NULL;
+  fixture->n_allocations = 0;
+  fixture->fail_at = fail_at;
+  options.checkpoint = EG_CHECKPOINT_RECOMPUTE;
+  eg_context *ctx = api_context(fixture, 1);
+  if (ctx == NULL) return EG_ERROR_MEMORY;
+  eg_status status = eg_model_load(ctx, fixture->model_path, NULL, &model);
+  if (status == EG_OK) status = eg_model_rewrite_training(model, "training", &options, 0);
+  if (status == EG_OK) status = eg_model_save(model, api_path(fixture, path, sizeof path, "training.onnx"));
+  if (status == EG_OK) status = eg_model_load(ctx, path, NULL, &again);
+  eg_model_destroy(again);
+  eg_model_destroy(model);
+  eg_context_destroy(ctx);
+  fixture->fail_at = 0;
+  return status;
+}
+
+static void test_training_graph_out_of_memory(void **state) {
+  api_fixture *fixture = *state;
+  size_t n_live = fixture->n_live;
+  assert_int_equal(export_training(fixture, 0), EG_OK);
+  uint64_t total = fixture->n_allocations, stride = total / 300 + 1;
+  for (uint64_t n = 1; n <= total; n += stride) {
+    assert_int_equal(export_training(fixture, n), EG_ERROR_MEMORY);
+    assert_int_equal(fixture->n_live, n_live);
+  }
+}
+
 /* A Hugging Face folder becomes a model. */
 static eg_status make_new(api_fixture *fixture, uint64_t fail_at) {
   egi_new_options options = {.dtype = EG_DTYPE_UNDEFINED};
@@ -185,6 +217,7 @@ static void test_struct_size(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test_setup_teardown(test_out_of_memory, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_training_graph_out_of_memory, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_new_out_of_memory, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_struct_size, api_setup, api_teardown),
   };

@@ -173,17 +173,14 @@ static void evaluation_packs(void **state) {
 }
 
 /* Each document alone, against rows (and padded batches, so that the test itself is held). */
-static void check_model(api_fixture *fixture, const char *config, bool is_full, bool is_expanded) {
+static void check_options(api_fixture *fixture, const char *config, eg_trainer_options options) {
   static const eg_packing kinds[] = {EG_PACKING_SEQUENTIAL, EG_PACKING_BFD, EG_PACKING_OFF};
   static const uint32_t rows[] = {5, 4, 0};
   eg_context *ctx = fixture->ctx;
   eg_model *model = make_model(fixture, config);
   eg_dataset *dataset = make_dataset(ctx, 0, N_DOCUMENTS);
-  eg_trainer_options options = api_options();
   eg_step_report alone, packed;
   size_t count, other;
-  options.full = is_full;
-  options.no_fuse = is_expanded;
   options.tokens = ROW;
   options.packing = EG_PACKING_OFF;
   float *expected = one_by_one(model, &options, ctx, &alone, &count);
@@ -202,6 +199,13 @@ static void check_model(api_fixture *fixture, const char *config, bool is_full, 
   free(expected);
   eg_dataset_destroy(dataset);
   eg_model_destroy(model);
+}
+
+static void check_model(api_fixture *fixture, const char *config, bool is_full, bool is_expanded) {
+  eg_trainer_options options = api_options();
+  options.full = is_full;
+  options.no_fuse = is_expanded;
+  check_options(fixture, config, options);
 }
 
 static void test_one_by_one(void **state) {
@@ -224,6 +228,18 @@ static void test_without_fused(void **state) {
 }
 
 /* The metadata made again and again gives the same bits; so do other numbers of threads. */
+/* Recompute, offload, and a base of 4-bit codes. */
+static void test_little_memory(void **state) {
+  for (size_t i = 0; i < EGI_COUNT(configs); i++)
+    for (int kind = 0; kind < 3; kind++) {
+      eg_trainer_options options = api_options();
+      if (kind == 0) options.checkpoint = EG_CHECKPOINT_RECOMPUTE;
+      if (kind == 1) options.checkpoint = EG_CHECKPOINT_OFFLOAD;
+      if (kind == 2) options.quant = EG_QUANT_NF4;
+      check_options(*state, configs[i], options);
+    }
+}
+
 static void test_comparisons(void **state) {
   api_fixture *fixture = *state;
   eg_dataset *dataset = make_dataset(fixture->ctx, 0, N_DOCUMENTS);
@@ -324,6 +340,7 @@ int main(void) {
       cmocka_unit_test_setup_teardown(test_files, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_all_weights, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_without_fused, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_little_memory, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_comparisons, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_threads, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_evaluation, api_setup, api_teardown),
