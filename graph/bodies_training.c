@@ -126,6 +126,88 @@ bool egi_body_accumulate(egi_body *body) {
   return true;
 }
 
+/* NAME = the integer at a place of the step state, as uint64: bytes, the lowest first. */
+static void add_state_number(egi_body *body, const char *name, size_t offset, size_t size_bytes) {
+  char line[640], start[48], end[48];
+  const int64_t first = (int64_t)offset, last = (int64_t)(offset + size_bytes);
+  snprintf(start, sizeof start, "%s_start", name);
+  snprintf(end, sizeof end, "%s_end", name);
+  egi_body_integers(body, start, &first, 1);
+  egi_body_integers(body, end, &last, 1);
+  snprintf(line, sizeof line,
+           "%s_bytes = Slice (step, %s, %s, axis)\n%s_digits = Cast <to = 7> (%s_bytes)\n"
+           "%s_terms = Mul (%s_digits, places)\n%s_sum = ReduceSum <keepdims = 1> (%s_terms, axis)\n"
+           "%s = Cast <to = 13> (%s_sum)\n",
+           name, start, end, name, name, name, name, name, name, name, name);
+  egi_text_add(body->text, line);
+}
+
+static void add_unsigned(egi_body *body, const char *name, uint32_t number) {
+  char line[160];
+  const int64_t value = number;
+  snprintf(line, sizeof line, "%s_signed", name);
+  egi_body_integers(body, line, &value, 1);
+  snprintf(line, sizeof line, "%s = Cast <to = 13> (%s_signed)\n", name, name);
+  egi_text_add(body->text, line);
+}
+
+/* c0 … c3 of round `round` become those of the next. */
+static void add_round(egi_body *body, int round, uint32_t key0, uint32_t key1) {
+  char line[1200], name[16];
+  int next = round + 1;
+  snprintf(name, sizeof name, "k0_%d", round);
+  add_unsigned(body, name, key0);
+  snprintf(name, sizeof name, "k1_%d", round);
+  add_unsigned(body, name, key1);
+  snprintf(
+      line, sizeof line,
+      "a_%d = Mul (c0_%d, factor0)\nb_%d = Mul (c2_%d, factor1)\n"
+      "ah_%d = BitShift <direction = \"RIGHT\"> (a_%d, half)\nbh_%d = BitShift <direction = \"RIGHT\"> (b_%d, half)\n"
+      "c1_%d = BitwiseAnd (b_%d, low)\nc3_%d = BitwiseAnd (a_%d, low)\n"
+      "x0_%d = BitwiseXor (bh_%d, c1_%d)\nc0_%d = BitwiseXor (x0_%d, k0_%d)\n"
+      "x2_%d = BitwiseXor (ah_%d, c3_%d)\nc2_%d = BitwiseXor (x2_%d, k1_%d)\n",
+      round, round, round, round, round, round, round, round, next, round, next, round, round, round, round, next,
+      round, round, round, round, round, next, round, round);
+  egi_text_add(body->text, line);
+}
+
+/* Philox4x32-10 in 64-bit numbers, all four lanes for each element. */
+bool egi_body_keyed_dropout(egi_body *body) {
+  uint64_t seed = (uint64_t)egi_node_int(body->node, "seed", 0);
+  uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
+  double ratio = (double)egi_node_float(body->node, "ratio", 0.0F);
+  static const int64_t places[4] = {1, 1 << 8, 1 << 16, 1 << 24};
+  egi_body_integers(body, "axis", (const int64_t[1]){0}, 1);
+  egi_body_integers(body, "places", places, 4);
+  egi_body_integer(body, "first", 0);
+  egi_body_integer(body, "one", 1);
+  egi_body_integer(body, "lanes", 4);
+  egi_body_integer(body, "lane1", 1);
+  egi_body_integer(body, "lane2", 2);
+  add_state_number(body, "number_of_step", offsetof(egi_step_state, step), 4);
+  add_state_number(body, "micro_batch", offsetof(egi_step_state, micro_batch), 4);
+  add_unsigned(body, "half", 32);
+  add_unsigned(body, "low", UINT32_MAX);
+  add_unsigned(body, "factor0", 0xd2511f53u);
+  add_unsigned(body, "factor1", 0xcd9e8d57u);
+  add_unsigned(body, "site", (uint32_t)egi_node_int(body->node, "site", 0));
+  add_unsigned(body, "threshold", (uint32_t)(ratio * 4294967296.0));
+  egi_text_add(body->text,
+               "count = Size (x)\nelements = Range (first, count, one)\nblocks = Div (elements, lanes)\n"
+               "lane = Mod (elements, lanes)\nc0_0 = Cast <to = 13> (blocks)\nzeros = Sub (c0_0, c0_0)\n"
+               "c1_0 = Add (zeros, site)\nc2_0 = Add (zeros, number_of_step)\nc3_0 = Add (zeros, micro_batch)\n");
+  for (int round = 0; round < 10; round++, key0 += 0x9e3779b9u, key1 += 0xbb67ae85u) add_round(body, round, key0, key1);
+  egi_body_number(body, "nothing", 0.0, "x");
+  egi_body_number(body, "scale", 1.0 / (1.0 - ratio), "x");
+  egi_text_add(body->text,
+               "is_0 = Equal (lane, first)\nis_1 = Equal (lane, lane1)\nis_2 = Equal (lane, lane2)\n"
+               "of_23 = Where (is_2, c2_10, c3_10)\nof_123 = Where (is_1, c1_10, of_23)\n"
+               "drawn = Where (is_0, c0_10, of_123)\nflat_kept = GreaterOrEqual (drawn, threshold)\n"
+               "shape = Shape (x)\nis_kept = Reshape <allowzero = 1> (flat_kept, shape)\nscaled = Mul (x, scale)\n"
+               "y = Where (is_kept, scaled, nothing)\n");
+  return true;
+}
+
 /* x, chosen by what only the values after which it comes can tell: so no runtime knows it for x and takes it from where
  * it stood before. */
 bool egi_body_barrier(egi_body *body) {

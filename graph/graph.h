@@ -214,6 +214,7 @@ typedef struct egi_step_state {
   float clip;            /* 0: none */
   float inverse_targets; /* 1 / trained tokens of the step: the gradients in the pool are multiplied by it */
   float loss_scale;      /* 1 */
+  int32_t micro_batch;   /* of the step, from 0 */
   int32_t has_gradients; /* 0 before the first micro-batch of a step: Accumulate overwrites */
   float rest1, rest2;    /* 1 - beta1, 1 - beta2, rounded once */
 } egi_step_state;

@@ -84,6 +84,7 @@ static const uint8_t allowed[EGI_OP_COUNT] = {
     [EGI_OP_Conv] = FLOATS,
     [EGI_OP_ConvGrad] = FLOATS,
     [EGI_OP_Dropout] = FLOATS,
+    [EGI_OP_KeyedDropout] = FLOATS,
     [EGI_OP_AddMatMul] = FLOATS,
     [EGI_OP_Linear] = FLOATS,
     [EGI_OP_LinearGrad] = FLOATS,

@@ -361,7 +361,7 @@ struct eg_trainer_options {
   const char *targets;      /* "all-linear" (each linear layer but the output head), or names separated by commas, each
                                matched as PEFT does: the whole module path or its end after a dot; or a regular expression
                                (a text with one of \\ ^ $ * + ? ( ) [ ] { } |) that a whole path matches; or "none" */
-  const char *init_adapter; /* PEFT folder to go on from: gives rank, alpha and targets; NULL: new adapters */
+  const char *init_adapter; /* PEFT folder to go on from: gives rank, alpha, targets and dropout; NULL: new adapters */
   eg_lora_init init;
   double learning_rate;
   eg_schedule schedule;
@@ -373,7 +373,7 @@ struct eg_trainer_options {
   uint32_t accumulate;    /* micro-batches a step */
   uint64_t n_steps;       /* 0: n_epochs decides */
   double n_epochs;        /* passes over the data when n_steps is 0 */
-  uint64_t seed;          /* of new adapters */
+  uint64_t seed;          /* of new adapters, and of what dropout drops */
   uint64_t memory_budget; /* bytes of memory a trainer may plan; 0: what the machine has available, UINT64_MAX: any */
   int no_fuse;            /* 1: fused operators run and are differentiated as their bodies of plain operators */
   eg_packing packing;
@@ -404,13 +404,14 @@ struct eg_trainer_options {
   eg_optimizer optimizer;
   int no_moment_floor; /* ADAMW_8BIT: 1: a second moment may round to 0, as in bitsandbytes, where the step is then
                           first moment / epsilon; 0: what is above 0 stays so */
+  double dropout;      /* of what goes into adapters, while training: as seed, step and place decide */
 };
 #define EG_TRAINER_OPTIONS_INIT                                                                                       \
   {                                                                                                                   \
     sizeof(eg_trainer_options), "cpu", EG_DTYPE_F32, 0, 16, 16.0, "all-linear", NULL, EG_LORA_INIT_DEFAULT, 2e-4,     \
         EG_SCHEDULE_CONSTANT, 0.0, 0.0, 0.9, 0.999, 1e-8, 1.0, 2048, 1, 0, 1.0, 0, 0, 0, EG_PACKING_AUTO,             \
         EG_PACKING_CACHE_ON, EG_CHECKPOINT_AUTO, 0, 0, EG_LOSS_AUTO, EG_POOLING_AUTO, 20.0, 0, NULL, NULL, NULL, 1.0, \
-        EG_QUANT_NONE, 64, 1, NULL, NULL, NULL, EG_MOE_FUSED, EG_OPTIMIZER_ADAMW, 0                                   \
+        EG_QUANT_NONE, 64, 1, NULL, NULL, NULL, EG_MOE_FUSED, EG_OPTIMIZER_ADAMW, 0, 0.0                              \
   }
 
 /* What a step did. */

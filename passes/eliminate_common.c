@@ -72,7 +72,7 @@ static eg_status merge_weight(merger *state, egi_value_id id) {
 
 static bool is_mergeable(const egi_graph *graph, const egi_node *node) {
   if (node->op == EGI_OP_NONE || node->op == EGI_OP_UNKNOWN || node->op == EGI_OP_Barrier) return false;
-  if (node->op == EGI_OP_Offload || node->op == EGI_OP_Reload) return false;
+  if (node->op == EGI_OP_Offload || node->op == EGI_OP_Reload || node->op == EGI_OP_Dropout) return false;
   if (egi_op_get(node->op)->flags & EGI_OP_EFFECT) return false;
   if (node->op == EGI_OP_Linear) return false; /* two modules of one weight stay two */
   if (node->op != EGI_OP_MatMul && node->op != EGI_OP_Gemm) return true;

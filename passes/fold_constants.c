@@ -69,7 +69,7 @@ static bool is_measured(egi_op op) {
 
 static bool is_foldable(const egi_graph *graph, const egi_node *node) {
   if (node->op == EGI_OP_NONE || node->op == EGI_OP_UNKNOWN || node->op == EGI_OP_Barrier) return false;
-  if (node->op == EGI_OP_Offload || node->op == EGI_OP_Reload) return false;
+  if (node->op == EGI_OP_Offload || node->op == EGI_OP_Reload || node->op == EGI_OP_Dropout) return false;
   if (node->n_inputs > MAX_OPERANDS || node->n_outputs > MAX_OPERANDS) return false;
   if (node->op == EGI_OP_DequantizeLinear && graph->values[node->inputs[0]].rank > 1) return false; /* stays small */
   if (egi_op_get(node->op)->flags & EGI_OP_EFFECT) return false;

@@ -1,4 +1,4 @@
-/* Gradient rules of Conv, LinearAttention, and Dropout, which runs only where it drops nothing. */
+/* Gradient rules of Conv, LinearAttention and both Dropouts. */
 #include "passes/passes.h"
 
 eg_status egi_gradient_conv(egi_gradient *gradient) {
@@ -11,7 +11,12 @@ eg_status egi_gradient_conv(egi_gradient *gradient) {
   return EG_OK;
 }
 
+/* Where it drops nothing; key_dropout has replaced the others. */
 eg_status egi_gradient_dropout(egi_gradient *gradient) {
+  egi_value_id mode = egi_gradient_input(gradient, 2);
+  double is_training = 0;
+  bool is_idle = mode == 0 || (egi_value_scalar(gradient->graph, mode, &is_training) && is_training <= 0);
+  EG_TRY(egi_gradient_require(gradient, is_idle, "dropout that trains needs the pass key_dropout"));
   if (gradient->out_gradients[0] != 0) egi_gradient_set(gradient, 0, gradient->out_gradients[0]);
   return EG_OK;
 }
@@ -31,5 +36,14 @@ eg_status egi_gradient_linear_attention(egi_gradient *gradient) {
   EG_TRY(egi_gradient_require(gradient, inputs[6] != 0, "its state alone has no gradient"));
   egi_gradient_emit(gradient, EGI_OP_LinearAttentionGrad, inputs, has_state ? 8 : 7, results, n_results);
   for (unsigned i = 0; i < n_results; i++) egi_gradient_set(gradient, i, results[i]);
+  return EG_OK;
+}
+
+/* The same elements are dropped again. */
+eg_status egi_gradient_keyed_dropout(egi_gradient *gradient) {
+  const egi_value_id inputs[2] = {gradient->out_gradients[0], egi_gradient_input(gradient, 1)};
+  egi_value_id dx = 0;
+  egi_gradient_emit(gradient, EGI_OP_KeyedDropout, inputs, 2, &dx, 1);
+  egi_gradient_set(gradient, 0, dx);
   return EG_OK;
 }

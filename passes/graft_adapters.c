@@ -15,6 +15,8 @@ typedef struct grafter {
   egi_linear *linears;
   egi_expert_parameter *experts;
   size_t n_linears, n_experts;
+  egi_value_id step; /* the step state, once something is dropped */
+  uint32_t n_sites;
 } grafter;
 
 /* ---- states ----------------------------------------------------------------------------------------------------- */
@@ -76,6 +78,17 @@ static eg_status make_adapter_state(grafter *state, const char *path, char which
   return parameter.name ? make_trainable(state, &parameter, out_value) : EG_ERROR_MEMORY;
 }
 
+/* As PEFT, only on the way through the adapter, each adapter its own. */
+static eg_status drop_input(grafter *state, egi_emitter *emit, egi_value_id *x) {
+  const egi_adapt_options *adapt = state->run->adapt;
+  egi_attribute attributes[3];
+  if (!(adapt->dropout > 0.0) || adapt->is_frozen) return EG_OK;
+  if (state->step == 0) EG_TRY(egi_step_value(state->graph, &state->step));
+  egi_dropout_attributes(adapt, adapt->dropout, state->n_sites++, attributes);
+  *x = egi_emit(emit, EGI_OP_KeyedDropout, (const egi_value_id[2]){*x, state->step}, 2, attributes, 3);
+  return emit->status;
+}
+
 static eg_status graft_one(grafter *state, const egi_linear *linear, const egi_adapter_target *target) {
   egi_graph *graph = state->graph;
   const int64_t a_dims[2] = {target->rank, linear->in_features}, b_dims[2] = {linear->out_features, target->rank};
@@ -86,6 +99,7 @@ static eg_status graft_one(grafter *state, const egi_linear *linear, const egi_a
   EG_TRY(make_adapter_state(state, linear->path, 'A', a_dims, 0, &a));
   EG_TRY(make_adapter_state(state, linear->path, 'B', b_dims, 0, &b));
   egi_emitter emit = {.graph = graph, .scope = linear->path};
+  EG_TRY(drop_input(state, &emit, &x));
   egi_value_id down = egi_emit_binary(&emit, EGI_OP_MatMul, x, egi_emit_unary(&emit, EGI_OP_Transpose, a));
   const egi_value_id inputs[3] = {y, down, egi_emit_unary(&emit, EGI_OP_Transpose, b)};
   const egi_attribute alpha = egi_attribute_float("alpha", (float)target->scale);

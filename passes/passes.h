@@ -38,6 +38,8 @@ typedef struct egi_adapt_options {
   eg_loss loss;      /* EG_LOSS_AUTO: of the next token */
   eg_pooling pooling;
   double similarity_scale; /* 0: 20 */
+  double dropout;          /* of the inputs of adapters, where there are gradients */
+  uint64_t seed;           /* of what is dropped */
   bool is_loop;            /* dispatch_moe: experts one after the other */
   egi_quantise_options quantise;
 } egi_adapt_options;
@@ -350,6 +352,14 @@ eg_status egi_rewrite_check_begin(const egi_graph *graph, egi_rewrite_check **ou
 /* EG_ERROR_INTERNAL names pass and output where they differ. NULL `check`: EG_OK. */
 eg_status egi_rewrite_check_end(egi_rewrite_check *check, const egi_graph *graph, const char *pass);
 void egi_rewrite_check_free(egi_rewrite_check *check);
+
+/* Sites of engraft.Dropout: adapters count from 0, dropout of the graph itself from this. */
+#define EGI_FIRST_DROPOUT_SITE 0x40000000u
+void egi_dropout_attributes(const egi_adapt_options *adapt, double ratio, uint32_t site, egi_attribute attributes[3]);
+/* The step state as a value of the graph. */
+eg_status egi_step_value(egi_graph *graph, egi_value_id *out_value);
+/* For a graph that evaluates: nothing is dropped. */
+eg_status egi_disable_dropout(egi_graph *graph);
 
 /* ---- gradient rules ------------------------------------------------------------------------------------------- */
 

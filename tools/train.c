@@ -24,6 +24,8 @@ static eg_status check_conflicts(tool *t, const eg_trainer_options *options) {
     wrong = "--target-parameters";
   if (tool_is_given(t, OPTION_INIT)) wrong = "--init";
   if (tool_is_given(t, OPTION_RSLORA) && !config.use_rslora) wrong = "--rslora";
+  if (tool_is_given(t, OPTION_LORA_DROPOUT) && (options->dropout < config.dropout || options->dropout > config.dropout))
+    wrong = "--lora-dropout";
   if (tool_is_given(t, OPTION_EXCLUDE)) wrong = "--exclude";
   if (tool_is_given(t, OPTION_RANK_PATTERN)) wrong = "--rank-pattern";
   if (tool_is_given(t, OPTION_ALPHA_PATTERN)) wrong = "--alpha-pattern";

@@ -93,6 +93,7 @@ eg_status training_options(tool *t, eg_trainer_options *options) {
   options->rslora = tool_is_given(t, OPTION_RSLORA);
   options->rank_pattern = tool_text(t, OPTION_RANK_PATTERN);
   options->alpha_pattern = tool_text(t, OPTION_ALPHA_PATTERN);
+  options->dropout = t->values[OPTION_LORA_DROPOUT].number;
   options->lora_plus = t->values[OPTION_LORA_PLUS].number;
   options->target_parameters = tool_text(t, OPTION_TARGET_PARAMETERS);
   options->moe_dispatch = strcmp(tool_text(t, OPTION_MOE_DISPATCH), "loop") == 0 ? EG_MOE_LOOP : EG_MOE_FUSED;

@@ -116,7 +116,8 @@ static eg_status take(egi_adapters *adapters, egi_map *taken, const char *path, 
 }
 
 static eg_status read_settings(const eg_trainer_options *options, egi_arena *arena, egi_peft_config *config) {
-  *config = (egi_peft_config){.rank = options->rank, .alpha = options->alpha, .use_rslora = options->rslora != 0};
+  *config = (egi_peft_config){
+      .rank = options->rank, .alpha = options->alpha, .dropout = options->dropout, .use_rslora = options->rslora != 0};
   EG_TRY(egi_patterns_read(arena, "rank pattern", options->rank_pattern, &config->ranks, &config->n_ranks));
   return egi_patterns_read(arena, "alpha pattern", options->alpha_pattern, &config->alphas, &config->n_alphas);
 }
@@ -160,7 +161,10 @@ eg_status egi_adapters_choose(const egi_graph *graph, const eg_trainer_options *
   EG_TRY(check_patterns(&adapters, config->ranks, config->n_ranks, arena->ctx));
   EG_TRY(check_patterns(&adapters, config->alphas, config->n_alphas, arena->ctx));
   EG_TRY(spell_targets(linears, n, &taken, arena, &adapters));
+  size_t n_linear = adapters.count;
   EG_TRY(egi_adapters_choose_experts(graph, options->target_parameters, arena, &adapters));
+  if (adapters.count > n_linear && options->dropout > 0.0) /* as PEFT */
+    return egi_fail(arena->ctx, EG_ERROR_UNSUPPORTED, "adapters on experts have no dropout");
   *out_adapters = adapters;
   return EG_OK;
 }

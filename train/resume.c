@@ -157,6 +157,7 @@ static void add_settings(const eg_trainer *trainer, egi_text *text) {
                   o->beta1, o->beta2, o->epsilon, o->clip);
   egi_text_format(text, "loss=%d\npooling=%d\nsimilarity_scale=%.17g\nlora_plus=%.17g\n", (int)trainer->objective.loss,
                   (int)o->pooling, o->similarity_scale, o->lora_plus);
+  egi_text_format(text, "dropout=%.17g\n", trainer->adapters.config.dropout);
 }
 
 /* ---- saving ---- */

@@ -33,12 +33,15 @@ static eg_status upload_state(const eg_trainer *trainer) {
                                   &trainer->state, sizeof trainer->state);
 }
 
-static eg_status run_batch(eg_trainer *trainer, const egi_batch_range *range, totals *sum) {
+static eg_status run_batch(eg_trainer *trainer, uint32_t index, totals *sum) {
+  const egi_batch_range *range = batch_at(trainer, index);
   uint64_t n_targets, n_tokens;
   egi_lane *lane;
   double loss;
   egi_batch_count(trainer->lanes.inputs.unit, trainer->dataset->documents, range, &n_targets, &n_tokens);
   if (n_targets == 0) return EG_OK;
+  trainer->state.micro_batch = (int32_t)index;
+  if (trainer->has_dropout && index > 0) EG_TRY(upload_state(trainer));
   EG_TRY(egi_lanes_fill(&trainer->lanes, trainer->dataset->documents, range, &lane));
   EG_TRY(egi_lane_run(&trainer->lanes, lane, &loss));
   sum->loss += loss;
@@ -49,11 +52,13 @@ static eg_status run_batch(eg_trainer *trainer, const egi_batch_range *range, to
 
 static eg_status accumulate(eg_trainer *trainer, totals *sum) {
   trainer->state.has_gradients = 0;
+  trainer->state.micro_batch = 0;
+  trainer->state.step = (int64_t)trainer->n_updates + 1;
   EG_TRY(upload_state(trainer));
   for (uint32_t i = 0; i < trainer->options.accumulate; i++) {
     if (atomic_exchange(&trainer->is_stop_requested, 0))
       return egi_fail(trainer->ctx, EG_ERROR_STOPPED, "stopped on request before step %" PRIu64, trainer->step + 1);
-    EG_TRY(run_batch(trainer, batch_at(trainer, i), sum));
+    EG_TRY(run_batch(trainer, i, sum));
   }
   if (!isfinite(sum->loss))
     return egi_fail(trainer->ctx, EG_ERROR_DATA, "step %" PRIu64 ": the loss is not finite", trainer->step + 1);

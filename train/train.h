@@ -314,6 +314,7 @@ struct eg_trainer {
   uint64_t *moments;      /* by parameter: where its states begin in their pools, in floats */
   egi_step_state state;   /* what the device has */
   bool has_gradients;
+  bool has_dropout; /* each micro-batch draws anew */
   atomic_int is_stop_requested;
 };
 /* Bytes of a trainer by what they are for. */

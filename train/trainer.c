@@ -15,6 +15,7 @@ static eg_status check_options(eg_context *ctx, const eg_trainer_options *o) {
   if (!o->full && o->init_adapter == NULL && (o->rank < 1 || o->rank > 65536)) wrong = "rank";
   if (!o->full && o->init_adapter == NULL && !is_within(o->alpha, 1e-6, 1e6)) wrong = "alpha";
   if (!o->full && o->init_adapter == NULL && (o->targets == NULL || o->targets[0] == '\0')) wrong = "targets";
+  if (!(o->dropout >= 0.0 && o->dropout < 1.0)) wrong = "dropout";
   if (!is_within(o->lora_plus, 1e-6, 1e6)) wrong = "lora_plus";
   if (o->init != EG_LORA_INIT_DEFAULT && o->init != EG_LORA_INIT_GAUSSIAN) wrong = "init";
   if (!is_within(o->learning_rate, 0.0, 1e6)) wrong = "learning_rate";
@@ -63,14 +64,6 @@ static eg_status copy_options(eg_trainer *trainer, const eg_trainer_options *opt
   EG_TRY(copy_string(&trainer->arena, &trainer->options.device_description));
   EG_TRY(copy_string(&trainer->arena, &trainer->options.target_parameters));
   return copy_string(&trainer->arena, &trainer->options.init_adapter);
-}
-
-static eg_status check_peft(eg_trainer *trainer, const egi_peft *peft) {
-  if (peft->config.dropout > 0.0)
-    return egi_fail(trainer->ctx, EG_ERROR_UNSUPPORTED,
-                    "%s: \"lora_dropout\" is %g; training with dropout is not supported", trainer->options.init_adapter,
-                    peft->config.dropout);
-  return EG_OK;
 }
 
 /* ---- a plan without data ---- */
@@ -221,7 +214,6 @@ static eg_status check_targets(const eg_trainer *trainer) {
 
 static eg_status make_graphs(eg_trainer *trainer, const egi_peft *peft) {
   const eg_trainer_options *o = &trainer->options;
-  if (peft != NULL) EG_TRY(check_peft(trainer, peft));
   EG_TRY(egi_machine_prepare(&trainer->machine, trainer->model, o->device, o->dtype));
   return egi_trainer_build(trainer, peft);
 }

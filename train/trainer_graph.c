@@ -107,8 +107,15 @@ eg_status egi_differentiate(egi_graph *graph, uint32_t tiles) {
   return egi_passes_run(graph, names, EGI_COUNT(names), &options, NULL);
 }
 
+static bool has_dropout(const egi_graph *graph) {
+  for (egi_node_id id = 1; id < graph->n_nodes; id++)
+    if (graph->nodes[id].op == EGI_OP_KeyedDropout) return true;
+  return false;
+}
+
 eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
-  static const char *const adapt_passes[] = {"append_loss", "quantize_base", "graft_adapters", "eliminate_dead"};
+  static const char *const adapt_passes[] = {"append_loss", "key_dropout", "quantize_base", "graft_adapters",
+                                             "eliminate_dead"};
   egi_machine *machine = &trainer->machine;
   if (egi_graph_find_value(machine->graph, EGI_INPUT_LABELS) != 0)
     return egi_fail(trainer->ctx, EG_ERROR_ARGUMENT,
@@ -124,13 +131,17 @@ eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
                              .is_loop = trainer->options.moe_dispatch == EG_MOE_LOOP,
                              .loss = trainer->objective.loss,
                              .pooling = trainer->objective.pooling,
-                             .similarity_scale = trainer->objective.similarity_scale};
+                             .similarity_scale = trainer->objective.similarity_scale,
+                             .dropout = trainer->adapters.config.dropout,
+                             .seed = trainer->options.seed};
   EG_TRY(egi_quantise_options_make(trainer->ctx, trainer->options.quant, trainer->options.quant_block,
                                    trainer->options.double_quant, &adapt.quantise));
   EG_TRY(egi_run_passes(machine->graph, adapt_passes, EGI_COUNT(adapt_passes), &adapt));
   EG_TRY(egi_machine_specialise(machine, &adapt, trainer->options.no_fuse != 0));
   EG_TRY(list_parameters(trainer));
   EG_TRY(egi_module_copy_graph(machine->module, machine->graph, EGI_GRAPH_EVALUATE, &trainer->evaluation));
+  EG_TRY(egi_disable_dropout(trainer->evaluation));
+  trainer->has_dropout = has_dropout(machine->graph);
   EG_TRY(egi_differentiate(machine->graph, 1));
   return build_optimizer(trainer);
 }

@@ -129,7 +129,7 @@ static void make_adapter(adapter *a, int mistake) {
   if (mistake == 6) add(a, "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight", 2, 16, EG_DTYPE_F32);
   if (mistake == 7) add(a, "base_model.model.lm_head.weight", 2, 16, EG_DTYPE_F32);
   if (mistake == 8) a->config = CONFIG(",\"use_dora\":true");
-  if (mistake == 9) a->config = CONFIG(",\"lora_dropout\":0.1");
+  if (mistake == 9) a->config = CONFIG(",\"lora_bias\":true");
   if (mistake == 10) a->config = "{\"peft_type\":\"LORA\",\"r\":2,\"target_modules\":[\"other\"]}";
   if (mistake == 11) a->config = CONFIG(",\"rank_pattern\":{\"layers.1.self_attn.q_proj\":3}");
   if (mistake == 12) a->n = 0; /* all are missing: more than one message spells out */
@@ -148,7 +148,7 @@ static const struct {
     {EG_ERROR_DATA, "layers.7.self_attn.q_proj.lora_A.weight fits no linear layer"},
     {EG_ERROR_DATA, "lm_head.weight fits no linear layer"},
     {EG_ERROR_UNSUPPORTED, "use_dora"},
-    {EG_ERROR_UNSUPPORTED, "lora_dropout"},
+    {EG_ERROR_UNSUPPORTED, "lora_bias"},
     {EG_ERROR_DATA, Q0 ".lora_A.weight fits no linear layer"},
     {EG_ERROR_DATA, Q1 ".lora_A.weight is [2,16], not [3,16]"},
     {EG_ERROR_DATA, Q0 ".lora_A.weight is missing"},

@@ -77,7 +77,7 @@ bad 2 'rank' train model.onnx --data data.jsonl --out run --config settings.json
 
 # ---- options of other versions: named, never ignored ----
 for option in '--device cuda' '--dtype bf16' \
-  '--loss dpo' '--lora-dropout 0.1' '--neftune 5' '--init pissa' '--qat int4'; do
+  '--loss dpo' '--neftune 5' '--init pissa' '--qat int4'; do
   # shellcheck disable=SC2086 # option and value
   bad 1 "$option is not in this version" train model.onnx --data data.jsonl --out run $option
 done

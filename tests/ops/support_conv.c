@@ -81,20 +81,90 @@ void ops_case_conv(void **state, egi_op op) {
   for (size_t i = 0; i < EGI_COUNT(cases); i++) check_conv(state, &cases[i], op == EGI_OP_ConvGrad);
 }
 
+/* What numpy's RandomState(5) draws: uniform(0, 1, 15) >= 0.25. */
+static const int kept_by_numpy[15] = {0, 1, 0, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1, 0, 1};
+
 void ops_case_dropout(void **state, egi_op op) {
   static const int64_t dims[2] = {3, 5};
-  for (int mode = 0; mode < 3; mode++) { /* left out, not training, training with a ratio that is refused */
+  const egi_attribute seed = egi_attribute_int("seed", 5);
+  for (int mode = 0; mode < 3; mode++) { /* left out, not training, training */
     ops_case c;
     ops_begin(&c, state, op, EG_DTYPE_F32);
+    ops_add_attribute(&c, seed);
     ops_tensor *x = ops_add_input(&c, EG_DTYPE_F32, 2, dims);
     ops_fill_uniform(x, -1.0, 1.0, 1);
     if (mode > 0) ops_add_input(&c, EG_DTYPE_F32, 0, NULL)->values[0] = 0.25;
     if (mode > 0) ops_add_input(&c, EG_DTYPE_BOOL, 0, NULL)->values[0] = mode == 2;
     ops_tensor *y = ops_add_output(&c, EG_DTYPE_F32, 2, dims), *mask = ops_add_output(&c, EG_DTYPE_BOOL, 2, dims);
-    memcpy(y->values, x->values, (size_t)ops_count(x) * sizeof *x->values);
-    for (int64_t i = 0; i < ops_count(mask); i++) mask->values[i] = 1.0;
-    c.expected_status = mode == 2 ? EG_ERROR_UNSUPPORTED : EG_OK;
+    for (int64_t i = 0; i < ops_count(mask); i++) {
+      mask->values[i] = mode < 2 || kept_by_numpy[i];
+      y->values[i] = mask->values[i] * x->values[i] / (mode == 2 ? 0.75 : 1.0);
+    }
+    c.relative = 1e-6;
     ops_check(&c);
     ops_end(&c);
+  }
+}
+
+/* Philox4x32-10 by its definition, with the reference's known answers: kat_vectors of Random123. */
+static void philox(uint32_t counter[4], const uint32_t key[2]) {
+  uint32_t k[2] = {key[0], key[1]};
+  for (int round = 0; round < 10; round++) {
+    uint64_t a = (uint64_t)0xd2511f53 * counter[0], b = (uint64_t)0xcd9e8d57 * counter[2];
+    uint32_t next[4] = {(uint32_t)(b >> 32) ^ counter[1] ^ k[0], (uint32_t)b, (uint32_t)(a >> 32) ^ counter[3] ^ k[1],
+                        (uint32_t)a};
+    memcpy(counter, next, sizeof next);
+    k[0] += 0x9e3779b9;
+    k[1] += 0xbb67ae85;
+  }
+}
+
+static void check_known_answers(void) {
+  uint32_t zeros[4] = {0}, digits[4] = {0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344};
+  static const uint32_t no_key[2] = {0, 0}, key[2] = {0xa4093822, 0x299f31d0};
+  static const uint32_t first[4] = {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8};
+  static const uint32_t last[4] = {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1};
+  philox(zeros, no_key);
+  philox(digits, key);
+  assert_memory_equal(zeros, first, sizeof first);
+  assert_memory_equal(digits, last, sizeof last);
+}
+
+static void check_keyed(void **state, eg_dtype dtype, int64_t rows, int64_t columns, float ratio) {
+  const int64_t dims[2] = {rows, columns};
+  const egi_step_state step = {.step = 3, .micro_batch = 2};
+  const int64_t seed = INT64_C(0x123456789abcdef0);
+  const egi_attribute attributes[3] = {egi_attribute_float("ratio", ratio), egi_attribute_int("seed", seed),
+                                       egi_attribute_int("site", 7)};
+  const uint32_t key[2] = {0x9abcdef0, 0x12345678};
+  uint8_t bytes[sizeof step];
+  ops_case c;
+  ops_begin(&c, state, EGI_OP_KeyedDropout, dtype);
+  for (int i = 0; i < 3; i++) ops_add_attribute(&c, attributes[i]);
+  ops_tensor *x = ops_add_input(&c, dtype, 2, dims);
+  ops_tensor *state_input = ops_add_input(&c, EG_DTYPE_U8, 1, (const int64_t[]){(int64_t)sizeof bytes});
+  ops_tensor *y = ops_add_output(&c, dtype, 2, dims);
+  memcpy(bytes, &step, sizeof bytes);
+  for (size_t i = 0; i < sizeof bytes; i++) state_input->values[i] = bytes[i];
+  ops_fill_uniform(x, -1.0, 1.0, 1);
+  for (int64_t i = 0; i < ops_count(x); i++) {
+    uint32_t numbers[4] = {(uint32_t)(i / 4), 7, 3, 2};
+    philox(numbers, key);
+    bool is_kept = (double)numbers[i % 4] >= (double)ratio * 4294967296.0;
+    y->values[i] = is_kept ? x->values[i] / (1.0 - (double)ratio) : 0.0;
+  }
+  c.relative = 1e-6;
+  ops_check(&c);
+  ops_end(&c);
+}
+
+void ops_case_keyed_dropout(void **state, egi_op op) {
+  static const int64_t sizes[][2] = {{0, 4}, {1, 1}, {3, 5}, {2, 8}, {7, 129}, {300, 33}};
+  (void)op;
+  check_known_answers();
+  for (size_t i = 0; i < EGI_COUNT(sizes); i++) {
+    check_keyed(state, EG_DTYPE_F32, sizes[i][0], sizes[i][1], 0.25F);
+    check_keyed(state, EG_DTYPE_F64, sizes[i][0], sizes[i][1], 0.5F);
+    check_keyed(state, EG_DTYPE_F32, sizes[i][0], sizes[i][1], 0.0F);
   }
 }
