@@ -2,6 +2,7 @@
  * `last` of the lists [0], [0] and [-1] are there. */
 #include <stdio.h>
 
+#include "base/blockwise.h"
 #include "graph/bodies.h"
 #include "graph/ragged.h"
 
@@ -13,6 +14,20 @@ typedef struct writer {
 
 static void line(const writer *w, const char *text) {
   egi_text_add(w->body->text, text);
+}
+
+/* The text with @ for a prefix, $ for a name and # for an input. */
+static void add_line(const writer *w, const char *text, const char *prefix, const char *name, uint32_t input) {
+  for (; *text != '\0'; text++) {
+    if (*text == '@')
+      egi_text_add(w->body->text, prefix);
+    else if (*text == '$')
+      egi_text_add(w->body->text, name);
+    else if (*text == '#')
+      egi_text_format(w->body->text, "in%u", input);
+    else
+      egi_text_append(w->body->text, text, 1);
+  }
 }
 
 static void list(const writer *w, const char *name, int64_t a) {
@@ -114,11 +129,79 @@ static void add_decoded(const writer *w, const char *name) {
                   name, name, name);
 }
 
+/* `name`_part<i>: the matrix or stack of one operand of codes, flat; own names end in its number. */
+static void add_flat_levels(const writer *w, const char *name, uint32_t i, int64_t n_blocks) {
+  const egi_ragged *ragged = w->ragged;
+  const int64_t pairs[2] = {-1, 1}, parts[3] = {1, 256, (n_blocks + EGI_NESTED_BLOCK - 1) / EGI_NESTED_BLOCK};
+  char p[48], own[64];
+  snprintf(p, sizeof p, "%s_%u", name, i); /* prefix of the operand's own values */
+  snprintf(own, sizeof own, "%s_pairs", p);
+  egi_body_integers(w->body, own, pairs, 2);
+  add_line(w,
+           "@_column = Reshape (#, @_pairs)\n@_high = BitShift <direction = \"RIGHT\"> (@_column, $_four)\n"
+           "@_low = BitwiseAnd (@_column, $_fifteen)\n@_both = Concat <axis = 1> (@_high, @_low)\n"
+           "@_row = Reshape (@_both, last)\n@_place = Cast <to = 7> (@_row)\n@_level = Gather ($_levels, @_place)\n",
+           p, name, ragged->first[EGI_RAGGED_WEIGHT] + i);
+  if (ragged->counts[EGI_RAGGED_ZEROS] > 0) {
+    snprintf(own, sizeof own, "%s_split", p);
+    egi_body_integers(w->body, own, parts, 3);
+    snprintf(own, sizeof own, "%s_blocks", p);
+    egi_body_integer(w->body, own, n_blocks);
+    add_line(w, "@_offset, @_map, @_factors = Split <axis = 0> (#, @_split)\n", p, name,
+             ragged->first[EGI_RAGGED_ZEROS] + i);
+    add_line(w,
+             "@_code = Cast <to = 7> (#)\n@_centred = Gather (@_map, @_code)\n"
+             "@_count = Range ($_zero, @_blocks, $_one)\n@_group = Div (@_count, $_nested)\n"
+             "@_factor = Gather (@_factors, @_group)\n@_wide = Mul (@_centred, @_factor)\n"
+             "@_scale = Add (@_wide, @_offset)\n",
+             p, name, ragged->first[EGI_RAGGED_SCALES] + i);
+  } else {
+    add_line(w, "@_scale = Identity (#)\n", p, name, ragged->first[EGI_RAGGED_SCALES] + i);
+  }
+  add_line(w,
+           "@_size = Size (@_level)\n@_index = Range ($_zero, @_size, $_one)\n@_block = Div (@_index, $_length)\n"
+           "@_each = Gather (@_scale, @_block)\n@_part = Mul (@_level, @_each)\n",
+           p, name, 0);
+}
+
+/* `name`: levels[codes] · scales, [E, N, K]. */
+static void add_levels(const writer *w, const char *name) {
+  const egi_ragged *ragged = w->ragged;
+  egi_text *text = w->body->text;
+  uint32_t count = ragged->counts[EGI_RAGGED_WEIGHT];
+  const float *levels = egi_four_bit_levels((egi_four_bit)ragged->quant_type);
+  int64_t n = egi_body_size(w->body, ragged->first[EGI_RAGGED_WEIGHT], -2) * ragged->in_features;
+  int64_t n_elements = count == 1 ? ragged->n_experts * n : n;
+  const int64_t shape[3] = {ragged->n_experts, -1, ragged->in_features};
+  char own[48];
+  egi_text_format(text, "%s_levels = Constant <value_floats = [", name);
+  for (int i = 0; i < 16; i++) egi_text_format(text, "%s%.9e", i > 0 ? ", " : "", (double)levels[i]);
+  add_line(w,
+           "]> ()\n$_four = Constant <value = uint8[1] {4}> ()\n$_fifteen = Constant <value = uint8[1] {15}> ()\n"
+           "$_zero = Constant <value_int = 0> ()\n$_one = Constant <value_int = 1> ()\n",
+           "", name, 0);
+  snprintf(own, sizeof own, "%s_length", name);
+  egi_body_integer(w->body, own, ragged->block_size);
+  snprintf(own, sizeof own, "%s_nested", name);
+  egi_body_integer(w->body, own, EGI_NESTED_BLOCK);
+  for (uint32_t i = 0; i < count; i++)
+    add_flat_levels(w, name, i, (n_elements + ragged->block_size - 1) / ragged->block_size);
+  egi_text_format(text, "%s_all = Concat <axis = 0> (", name);
+  for (uint32_t i = 0; i < count; i++) egi_text_format(text, "%s%s_%u_part", i > 0 ? ", " : "", name, i);
+  line(w, ")\n");
+  snprintf(own, sizeof own, "%s_shape", name);
+  egi_body_integers(w->body, own, shape, 3);
+  egi_text_format(text, "%s_stack = Reshape (%s_all, %s_shape)\n%s = CastLike (%s_stack, %s)\n", name, name, name, name,
+                  name, w->like);
+}
+
 void egi_body_add_experts(egi_body *body, const egi_ragged *ragged, const char *name, const char *like) {
   const writer w = {body, ragged, like};
   char stack[32];
   snprintf(stack, sizeof stack, "%s_w", name);
-  if (ragged->is_quantised)
+  if (ragged->has_levels)
+    add_levels(&w, stack);
+  else if (ragged->is_quantised)
     add_decoded(&w, stack);
   else
     add_stack(&w, stack, EGI_RAGGED_WEIGHT);

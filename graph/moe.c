@@ -93,22 +93,31 @@ static eg_status read_roles(const egi_graph *graph, egi_node_id id, egi_moe *moe
   return EG_OK;
 }
 
+bool egi_moe_has_sound_levels(int64_t bits, int64_t block_size, int64_t quant_type) {
+  return bits == 4 && block_size >= 1 && block_size <= INT32_MAX && (quant_type == 0 || quant_type == 1);
+}
+
 eg_status egi_moe_read(const egi_graph *graph, egi_node_id id, egi_moe *out_moe) {
-  static const char *const storages[] = {"plain", "nbits"};
+  static const char *const storages[] = {"plain", "nbits", "bnb4"};
   const egi_node *node = &graph->nodes[id];
   unsigned activation = 0, form = 0, storage = 0;
   EG_TRY(egi_moe_read_router(graph, id, out_moe));
   EG_TRY(read_choice(graph, id, "activation", activations, EGI_COUNT(activations), &activation));
   EG_TRY(read_choice(graph, id, "gate_up", forms, EGI_COUNT(forms), &form));
-  EG_TRY(read_choice(graph, id, "storage", storages, 2, &storage));
+  EG_TRY(read_choice(graph, id, "storage", storages, 3, &storage));
   out_moe->activation = (egi_moe_activation)activation;
   out_moe->form = (egi_moe_form)form;
   out_moe->alpha = (double)egi_node_float(node, "alpha", 1.0f);
   out_moe->limit = (double)egi_node_float(node, "limit", 0.0f);
   out_moe->offset = (double)egi_node_float(node, "offset", 0.0f);
-  out_moe->is_quantised = storage == 1;
+  out_moe->is_quantised = storage > 0;
+  out_moe->has_levels = storage == 2;
+  out_moe->quant_type = egi_node_int(node, "quant_type", 1);
   out_moe->bits = egi_node_int(node, "bits", 4);
   out_moe->block_size = egi_node_int(node, "block_size", 0);
+  if (out_moe->has_levels && !egi_moe_has_sound_levels(out_moe->bits, out_moe->block_size, out_moe->quant_type))
+    return egi_fail_node(graph, id, EG_ERROR_UNSUPPORTED, "4-bit codes of quant_type %lld in blocks of %lld",
+                         (long long)out_moe->quant_type, (long long)out_moe->block_size);
   bool is_width_known = out_moe->bits == 2 || out_moe->bits == 4 || out_moe->bits == 8;
   if (out_moe->is_quantised && (!is_width_known || out_moe->block_size < 0))
     return egi_fail_node(graph, id, EG_ERROR_UNSUPPORTED, "weights of %lld bits in blocks of %lld",

@@ -8,7 +8,10 @@
  *
  * The last six roles are adapters: to W of expert e is added scale · B_e·A_e, with the scale in `adapter_scales` (gate,
  * up, down), A [E·r, K] holding row k of expert e at e·r + k and B [N, r·E] its column k at k·E + e, as PEFT lays out
- * target_parameters. */
+ * target_parameters.
+ *
+ * Storage bnb4: matrices are codes [N, K / 2] as graph/linear.h has them (quant_type, block_size), scales f32 [blocks]
+ * of the flattened operand, matrix or stack; where scales are u8, the role of zero points is what decodes them. */
 #ifndef ENGRAFT_GRAPH_MOE_H
 #define ENGRAFT_GRAPH_MOE_H
 
@@ -68,7 +71,9 @@ typedef struct egi_moe {
   egi_moe_activation activation;
   egi_moe_form form;
   double alpha, limit, offset; /* as in engraft.GLU; limit 0: none */
-  bool is_quantised;           /* storage "nbits" */
+  bool is_quantised;           /* storage "nbits" or "bnb4" */
+  bool has_levels;             /* "bnb4" */
+  int64_t quant_type;          /* of bnb4: egi_four_bit */
   int64_t bits, block_size;    /* block_size 0: a row */
   bool is_transposed[3];       /* gate, up, down */
   double adapter_scales[3];
@@ -80,6 +85,8 @@ typedef struct egi_moe {
 eg_status egi_moe_read_router(const egi_graph *graph, egi_node_id node, egi_moe *out_moe);
 /* EG_ERROR_FORMAT naming the node where attributes or counts make no sense. */
 eg_status egi_moe_read(const egi_graph *graph, egi_node_id node, egi_moe *out_moe);
+/* Whether storage bnb4 can have these numbers. */
+bool egi_moe_has_sound_levels(int64_t bits, int64_t block_size, int64_t quant_type);
 /* Input that holds expert `expert`'s part of the role; the role must be there. */
 static inline uint32_t egi_moe_input(const egi_moe *moe, egi_moe_role role, int64_t expert) {
   return moe->first[role] + (moe->counts[role] > 1 ? (uint32_t)expert : 0);

@@ -37,7 +37,9 @@ eg_status egi_ragged_read(const egi_graph *graph, egi_node_id id, egi_ragged *ou
                              .alpha = (double)egi_node_float(node, "alpha", 1.0f),
                              .is_transposed = egi_node_int(node, "transposed", 0) != 0,
                              .is_loop = egi_node_int(node, "loop", 0) != 0,
-                             .is_quantised = strcmp(storage, "nbits") == 0,
+                             .is_quantised = strcmp(storage, "nbits") == 0 || strcmp(storage, "bnb4") == 0,
+                             .has_levels = strcmp(storage, "bnb4") == 0,
+                             .quant_type = egi_node_int(node, "quant_type", 1),
                              .bits = egi_node_int(node, "bits", 4),
                              .block_size = egi_node_int(node, "block_size", 0)};
   if (!out_ragged->is_quantised && strcmp(storage, "plain") != 0)
@@ -45,6 +47,10 @@ eg_status egi_ragged_read(const egi_graph *graph, egi_node_id id, egi_ragged *ou
   if (out_ragged->n_experts < 1 || out_ragged->in_features < 0)
     return egi_fail_node(graph, id, EG_ERROR_FORMAT, "%lld experts of %lld inputs", (long long)out_ragged->n_experts,
                          (long long)out_ragged->in_features);
+  if (out_ragged->has_levels &&
+      !egi_moe_has_sound_levels(out_ragged->bits, out_ragged->block_size, out_ragged->quant_type))
+    return egi_fail_node(graph, id, EG_ERROR_UNSUPPORTED, "4-bit codes of quant_type %lld in blocks of %lld",
+                         (long long)out_ragged->quant_type, (long long)out_ragged->block_size);
   bool is_width_known = out_ragged->bits == 2 || out_ragged->bits == 4 || out_ragged->bits == 8;
   if (out_ragged->is_quantised && (!is_width_known || out_ragged->block_size < 0))
     return egi_fail_node(graph, id, EG_ERROR_UNSUPPORTED, "weights of %lld bits in blocks of %lld",
@@ -61,6 +67,8 @@ egi_ragged egi_moe_projection(const egi_moe *moe, egi_moe_role role, int64_t in_
                        .alpha = 1.0,
                        .is_transposed = moe->is_transposed[role / 2],
                        .is_quantised = moe->is_quantised,
+                       .has_levels = moe->has_levels,
+                       .quant_type = moe->quant_type,
                        .bits = moe->bits,
                        .block_size = moe->block_size,
                        .n_inputs = moe->n_inputs};

@@ -26,8 +26,10 @@ typedef struct egi_ragged {
   int64_t in_features; /* K */
   double alpha;        /* of the product with its bias */
   bool is_transposed;
-  bool is_loop;             /* one product an expert, one after the other, for comparison */
-  bool is_quantised;        /* storage "nbits" */
+  bool is_loop;      /* one product an expert, one after the other, for comparison */
+  bool is_quantised; /* storage "nbits" or "bnb4" (graph/moe.h) */
+  bool has_levels;   /* "bnb4" */
+  int64_t quant_type;
   int64_t bits, block_size; /* block_size 0: a row */
   uint32_t counts[EGI_RAGGED_ROLES], first[EGI_RAGGED_ROLES];
   uint32_t n_inputs;

@@ -77,4 +77,13 @@ eg_status egi_shape_contents(egi_inference *in);
 /* ceil((limit - start) / delta), at least 0; NONE when delta is not a known number. */
 egi_dim egi_shape_range_length(const egi_inference *in, egi_dim start, egi_dim limit, egi_dim delta);
 
+/* Codes of storage bnb4 for experts (graph/moe.h): `count` operands each of codes, scales and, where is_nested, of what
+ * decodes those, of `elements` numbers. */
+typedef struct egi_levels {
+  uint32_t weight, scales, nested, count; /* inputs; how many */
+  bool is_nested;
+  int64_t block, elements;
+} egi_levels;
+eg_status egi_shape_check_levels(const egi_inference *in, egi_levels levels);
+
 #endif

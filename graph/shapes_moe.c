@@ -44,6 +44,22 @@ static eg_status check_adapter(const egi_inference *in, const egi_moe *moe, egi_
   return egi_shape_fail(in, "the ranks of an adapter do not fit %lld experts", (long long)moe->n_experts);
 }
 
+/* Codes of 4 bits in flat blocks: scales and what decodes them are lists over the operand. */
+static eg_status check_levels(const egi_inference *in, const egi_moe *moe, egi_moe_role role, int64_t n_experts,
+                              const int64_t size[2]) {
+  egi_moe_role scales = (egi_moe_role)(EGI_MOE_GATE_SCALES + role), nested = (egi_moe_role)(EGI_MOE_GATE_ZEROS + role);
+  if (moe->counts[scales] != moe->counts[role] || (moe->counts[nested] > 0 && moe->counts[nested] != moe->counts[role]))
+    return egi_shape_fail(in, "an operand of scales for each one of codes is needed");
+  return egi_shape_check_levels(in,
+                                (egi_levels){.weight = moe->first[role],
+                                             .scales = moe->first[scales],
+                                             .nested = moe->first[nested],
+                                             .count = moe->counts[role],
+                                             .is_nested = moe->counts[nested] > 0,
+                                             .block = moe->block_size,
+                                             .elements = (moe->counts[role] == 1 ? n_experts : 1) * size[0] * size[1]});
+}
+
 static eg_status check_matrix(const egi_inference *in, const egi_moe *moe, egi_moe_role role, int64_t n_experts,
                               const int64_t size[2]) {
   int64_t n = size[0], k = size[1];
@@ -56,6 +72,7 @@ static eg_status check_matrix(const egi_inference *in, const egi_moe *moe, egi_m
   }
   int64_t block = moe->block_size > 0 ? moe->block_size : k, blocks = (k + block - 1) / block;
   EG_TRY(check_operand(in, moe, role, (const int64_t[]){n_experts, n, (k * moe->bits + 7) / 8}, 2));
+  if (moe->has_levels) return check_levels(in, moe, role, n_experts, size);
   EG_TRY(check_operand(in, moe, scales, (const int64_t[]){n_experts, n, blocks}, 2));
   if (moe->counts[scales] == 0) return egi_shape_fail(in, "quantised experts without scales");
   return check_operand(in, moe, zeros, (const int64_t[]){n_experts, n, (blocks * moe->bits + 7) / 8}, 2);

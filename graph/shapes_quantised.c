@@ -81,6 +81,18 @@ static eg_status check_flat_scales(const egi_inference *in, const unsigned *at, 
   return check_count(in, at[EGI_LINEAR_NESTED], (int64_t)egi_nested_count((uint64_t)n_blocks));
 }
 
+eg_status egi_shape_check_levels(const egi_inference *in, egi_levels l) {
+  int64_t n_blocks = l.block > 0 ? (l.elements + l.block - 1) / l.block : 0;
+  for (uint32_t i = 0; i < l.count; i++) {
+    unsigned at[EGI_LINEAR_INPUTS] = {[EGI_LINEAR_SCALES] = l.scales + i, [EGI_LINEAR_NESTED] = UINT32_MAX};
+    if (l.is_nested) at[EGI_LINEAR_NESTED] = l.nested + i;
+    EG_TRY(egi_shape_check_type(in, l.weight + i, EG_DTYPE_U8));
+    EG_TRY(check_count(in, l.weight + i, (l.elements + 1) / 2)); /* rows are whole bytes: an odd K does not fit */
+    EG_TRY(check_flat_scales(in, at, n_blocks));
+  }
+  return EG_OK;
+}
+
 static eg_status bnb4_sizes(const egi_inference *in, const unsigned *at, egi_dim sizes[2]) {
   int64_t n = 0, k = 0, block = 0, type = egi_node_int(in->node, "quant_type", 1);
   EG_TRY(read_features(in, &n, &k, &block));

@@ -89,6 +89,23 @@ static eg_status check_operand(const egi_inference *in, const egi_ragged *ragged
   return EG_OK;
 }
 
+/* As for engraft.MoE; nothing is known where N is not. */
+static eg_status check_levels(const egi_inference *in, const egi_ragged *ragged, egi_dim rows) {
+  const uint32_t *counts = ragged->counts, *first = ragged->first;
+  int64_t n = 0, n_stacked = counts[EGI_RAGGED_WEIGHT] == 1 ? ragged->n_experts : 1;
+  uint32_t n_nested = counts[EGI_RAGGED_ZEROS];
+  if (counts[EGI_RAGGED_SCALES] != counts[EGI_RAGGED_WEIGHT] || (n_nested > 0 && n_nested != counts[EGI_RAGGED_WEIGHT]))
+    return egi_shape_fail(in, "an operand of scales for each one of codes is needed");
+  if (!egi_dim_value(in->dims, egi_dim_resolve(in->dims, rows), &n)) return EG_OK;
+  return egi_shape_check_levels(in, (egi_levels){.weight = first[EGI_RAGGED_WEIGHT],
+                                                 .scales = first[EGI_RAGGED_SCALES],
+                                                 .nested = first[EGI_RAGGED_ZEROS],
+                                                 .count = counts[EGI_RAGGED_WEIGHT],
+                                                 .is_nested = n_nested > 0,
+                                                 .block = ragged->block_size,
+                                                 .elements = n_stacked * n * ragged->in_features});
+}
+
 /* The operands of the experts; *out_rows: N. */
 static eg_status check_experts(const egi_inference *in, const egi_ragged *ragged, egi_dim *out_rows) {
   const egi_value *weight = egi_shape_input(in, ragged->first[EGI_RAGGED_WEIGHT]);
@@ -105,6 +122,7 @@ static eg_status check_experts(const egi_inference *in, const egi_ragged *ragged
   int64_t blocks = block > 0 ? (columns + block - 1) / block : 0;
   egi_dim bytes = number(in, (columns * ragged->bits + 7) / 8), zeros = number(in, (blocks * ragged->bits + 7) / 8);
   EG_TRY(check_operand(in, ragged, EGI_RAGGED_WEIGHT, (const egi_dim[]){e, n, bytes}, 2));
+  if (ragged->has_levels) return check_levels(in, ragged, n);
   EG_TRY(check_operand(in, ragged, EGI_RAGGED_SCALES, (const egi_dim[]){e, n, number(in, blocks)}, 2));
   return check_operand(in, ragged, EGI_RAGGED_ZEROS, (const egi_dim[]){e, n, zeros}, 2);
 }

@@ -343,8 +343,9 @@ typedef enum eg_checkpoint {
   EG_CHECKPOINT_OFFLOAD    /* and those inputs wait in host memory, but for the last block's */
 } eg_checkpoint;
 
-/* How the frozen matrices of linear layers are held in memory, as bitsandbytes holds them: codes of 4 bits, made while
- * they are loaded. The output head, routers, embeddings and norms stay as they are, and what the file stores quantised.
+/* How the frozen matrices of linear layers and experts are held in memory, as bitsandbytes holds them: codes of 4 bits,
+ * made while they are loaded. The output head, routers, embeddings and norms stay as they are, and what the file stores
+ * quantised.
  */
 typedef enum eg_quant { EG_QUANT_NONE, EG_QUANT_NF4, EG_QUANT_FP4 } eg_quant;
 

@@ -61,7 +61,7 @@ static egi_value_id emit_product(dispatcher *state, const product *p, const egi_
                                  const egi_value_id *operands, unsigned n_operands) {
   egi_value_id *inputs = EGI_NEW(&state->graph->module->arena, egi_value_id, n_operands + EGI_RAGGED_FIRST_ROLE);
   int64_t roles[EGI_RAGGED_ROLES];
-  egi_attribute attributes[9];
+  egi_attribute attributes[10];
   unsigned n = 0;
   if (inputs == NULL) {
     state->emit.status = EG_ERROR_MEMORY;
@@ -80,7 +80,8 @@ static egi_value_id emit_product(dispatcher *state, const product *p, const egi_
   if (p->alpha < 1.0 || p->alpha > 1.0) attributes[n++] = egi_attribute_float("alpha", (float)p->alpha);
   if (state->is_loop) attributes[n++] = egi_attribute_int("loop", 1);
   if (ragged->is_quantised) {
-    attributes[n++] = egi_attribute_string("storage", "nbits");
+    attributes[n++] = egi_attribute_string("storage", ragged->has_levels ? "bnb4" : "nbits");
+    if (ragged->has_levels) attributes[n++] = egi_attribute_int("quant_type", ragged->quant_type);
     attributes[n++] = egi_attribute_int("bits", ragged->bits);
     attributes[n++] = egi_attribute_int("block_size", ragged->block_size);
   }

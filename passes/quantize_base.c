@@ -1,11 +1,12 @@
-/* Frozen matrices of linear layers become 4-bit codes with a scale for each block (storage bnb4 of Linear), made when
- * they are loaded: nothing is read here. The head, routers, tables and norms stay, and what is stored quantised
- * already. A matrix that several layers share is quantised once. Precondition: after name_modules, before
- * graft_adapters. A second run finds nothing left. */
+/* Frozen matrices of linear layers and of experts become 4-bit codes with a scale for each block (storage bnb4 of
+ * Linear and MoE), made when they are loaded: nothing is read here. The head, routers, tables and norms stay, and what
+ * is stored quantised already. A matrix that several layers share is quantised once. Precondition: after name_modules,
+ * before graft_adapters. A second run finds nothing left. */
 #include <string.h>
 
 #include "base/blockwise.h"
 #include "graph/linear.h"
+#include "graph/moe.h"
 #include "passes/passes.h"
 
 typedef struct quantiser {
@@ -26,6 +27,11 @@ static eg_status add_part(quantiser *state, egi_quantisation *q, egi_quantised_t
                           uint64_t count) {
   static const char *const suffixes[EGI_QUANTISED_PARTS] = {"codes", "absmax", "nested"};
   egi_weight weight = {.dtype = dtype, .rank = 1, .dims = {(int64_t)count}};
+  if (part == EGI_QUANTISED_CODES && q->columns % 2 == 0) { /* rows are whole bytes, as experts need them */
+    const int64_t dims[3] = {q->n_matrices, q->rows, q->columns / 2};
+    weight.rank = q->matrix.rank;
+    memcpy(weight.dims, dims + 3 - weight.rank, (size_t)weight.rank * sizeof *dims);
+  }
   weight.name = egi_arena_format(&state->arena, "%s.%s", q->matrix.name, suffixes[part]);
   weight.bytes = (egi_bytes){.kind = EGI_BYTES_QUANTISED, .quantisation = q, .quantised_tensor = part};
   if (!weight.name) return EG_ERROR_MEMORY;
@@ -48,11 +54,12 @@ static eg_status quantise_weight(quantiser *state, uint32_t weight, bool is_tran
   if (*place == NULL) {
     egi_quantisation *q = EGI_NEW(&module->arena, egi_quantisation, 1);
     if (!q) return EG_ERROR_MEMORY;
-    *q = (egi_quantisation){.matrix = module->weights[weight],
+    const egi_weight *matrix = &module->weights[weight];
+    *q = (egi_quantisation){.matrix = *matrix,
                             .is_transposed = is_transposed,
-                            .n_matrices = 1,
-                            .rows = module->weights[weight].dims[is_transposed],
-                            .columns = module->weights[weight].dims[!is_transposed],
+                            .n_matrices = matrix->rank == 3 ? matrix->dims[0] : 1,
+                            .rows = matrix->dims[matrix->rank - 2 + is_transposed],
+                            .columns = matrix->dims[matrix->rank - 1 - is_transposed],
                             .type = options->type,
                             .block = options->block,
                             .is_nested = options->is_nested};
@@ -138,6 +145,113 @@ static eg_status quantise_layers(quantiser *state, const egi_linear *linears, si
   return EG_OK;
 }
 
+/* ---- experts ---------------------------------------------------------------------------------------------------- */
+
+static bool is_float_weight(const egi_graph *graph, egi_value_id value, int rank) {
+  if (value == 0 || graph->values[value].kind != EGI_VALUE_WEIGHT) return false;
+  const egi_weight *weight = &graph->module->weights[graph->values[value].index];
+  bool is_float = weight->dtype == EG_DTYPE_F32 || weight->dtype == EG_DTYPE_F16 || weight->dtype == EG_DTYPE_BF16;
+  for (int i = 0; is_float && i < weight->rank; i++) is_float = weight->dims[i] > 0;
+  return is_float && weight->rank == rank && weight->bytes.kind != EGI_BYTES_QUANTISED;
+}
+
+/* The weights of the experts' matrices by input, all of them or none. */
+static bool find_experts(const egi_graph *graph, const egi_node *node, const egi_moe *moe, egi_value_id *out_weights) {
+  for (unsigned role = EGI_MOE_GATE; role <= EGI_MOE_DOWN; role += 2)
+    for (uint32_t i = 0; i < moe->counts[role]; i++) {
+      uint32_t input = moe->first[role] + i;
+      bool is_turned = false;
+      out_weights[input] = egi_weight_below(graph, node->inputs[input], &is_turned);
+      if (is_turned || !is_float_weight(graph, out_weights[input], moe->counts[role] == 1 ? 3 : 2)) return false;
+      const egi_weight *weight = &graph->module->weights[graph->values[out_weights[input]].index];
+      if (weight->dims[weight->rank - 1 - moe->is_transposed[role / 2]] % 2 != 0) return false;
+    }
+  return true;
+}
+
+typedef struct experts {
+  egi_node node; /* its lists stay when it is gone */
+  egi_moe moe;
+  egi_value_id *weights, *inputs; /* by input of the node before and after */
+  int64_t roles[EGI_MOE_ROLES];
+  unsigned n_inputs;
+} experts;
+
+/* The tensors of one kind for each operand of the role. */
+static eg_status put_parts(quantiser *state, experts *e, unsigned role, egi_quantised_tensor part) {
+  for (uint32_t i = 0; i < e->moe.counts[role]; i++) {
+    egi_quantisation *q = NULL;
+    uint32_t weight = state->graph->values[e->weights[e->moe.first[role] + i]].index;
+    EG_TRY(quantise_weight(state, weight, e->moe.is_transposed[role / 2], &q));
+    if (q->weights[part] == 0) return EG_OK;
+    EG_TRY(egi_graph_add_weight(state->graph, q->weights[part], &e->inputs[e->n_inputs++]));
+  }
+  return EG_OK;
+}
+
+static eg_status put_role(quantiser *state, experts *e, unsigned role) {
+  unsigned before = e->n_inputs;
+  bool is_bias = role <= EGI_MOE_DOWN_BIAS && role % 2 == 1;
+  if (role <= EGI_MOE_DOWN && role % 2 == 0) {
+    EG_TRY(put_parts(state, e, role, EGI_QUANTISED_CODES));
+  } else if (!is_bias && role >= EGI_MOE_GATE_SCALES && role <= EGI_MOE_DOWN_ZEROS) {
+    unsigned matrix = (role - EGI_MOE_GATE_SCALES) / 2 * 2;
+    bool is_scales = (role - EGI_MOE_GATE_SCALES) % 2 == 0;
+    EG_TRY(put_parts(state, e, matrix, is_scales ? EGI_QUANTISED_SCALES : EGI_QUANTISED_NESTED));
+  } else {
+    for (uint32_t i = 0; i < e->moe.counts[role]; i++)
+      e->inputs[e->n_inputs++] = e->node.inputs[e->moe.first[role] + i];
+  }
+  e->roles[role] = (int64_t)e->n_inputs - before;
+  return EG_OK;
+}
+
+static eg_status put_experts(quantiser *state, experts *e, egi_node_id id) {
+  static const char *const replaced[] = {"storage", "bits", "block_size", "quant_type", "roles", "transposed"};
+  const egi_quantise_options *options = &state->run->adapt->quantise;
+  egi_attribute *attributes = EGI_NEW(&state->arena, egi_attribute, (size_t)e->node.n_attributes + 5);
+  egi_node moe = e->node;
+  if (!attributes) return EG_ERROR_MEMORY;
+  moe.n_attributes = 0;
+  for (unsigned i = 0; i < e->node.n_attributes; i++) {
+    bool is_replaced = false;
+    for (size_t k = 0; k < EGI_COUNT(replaced); k++)
+      is_replaced = is_replaced || strcmp(e->node.attributes[i].name, replaced[k]) == 0;
+    if (!is_replaced) attributes[moe.n_attributes++] = e->node.attributes[i];
+  }
+  attributes[moe.n_attributes++] = egi_attribute_string("storage", "bnb4");
+  attributes[moe.n_attributes++] = egi_attribute_int("quant_type", options->type);
+  attributes[moe.n_attributes++] = egi_attribute_int("bits", 4);
+  attributes[moe.n_attributes++] = egi_attribute_int("block_size", options->block);
+  attributes[moe.n_attributes++] = egi_attribute_ints("roles", e->roles, EGI_MOE_ROLES);
+  moe.attributes = attributes;
+  moe.inputs = e->inputs;
+  moe.n_inputs = (uint16_t)e->n_inputs;
+  egi_graph_remove_node(state->graph, id);
+  EG_TRY(egi_graph_add_node(state->graph, &moe, &id));
+  return egi_infer_node(state->graph, id);
+}
+
+/* A mixture whose matrices are all frozen floats with rows of whole bytes. */
+static eg_status quantise_experts(quantiser *state, egi_node_id id) {
+  egi_graph *graph = state->graph;
+  experts e = {.node = graph->nodes[id]};
+  EG_TRY(egi_moe_read(graph, id, &e.moe));
+  state->run->report->n_tried++;
+  if (e.moe.is_quantised || e.moe.n_inputs > UINT16_MAX / 4) return EG_OK;
+  e.weights = EGI_NEW(&state->arena, egi_value_id, e.moe.n_inputs);
+  e.inputs = EGI_NEW(&state->arena, egi_value_id, 4 * (size_t)e.moe.n_inputs);
+  if (!e.weights || !e.inputs) return EG_ERROR_MEMORY;
+  if (!find_experts(graph, &e.node, &e.moe, e.weights)) return EG_OK;
+  for (; e.n_inputs < EGI_MOE_FIRST_ROLE; e.n_inputs++)
+    e.inputs[e.n_inputs] = e.n_inputs < e.node.n_inputs ? e.node.inputs[e.n_inputs] : 0;
+  for (unsigned role = 0; role < EGI_MOE_ROLES; role++) EG_TRY(put_role(state, &e, role));
+  EG_TRY(put_experts(state, &e, id));
+  state->run->report->n_matched++;
+  state->run->has_changed = true;
+  return count_class(state, "experts");
+}
+
 static eg_status log_counts(quantiser *state) {
   const egi_quantise_options *options = &state->run->adapt->quantise;
   egi_text text;
@@ -162,6 +276,9 @@ static eg_status quantise(quantiser *state) {
   egi_map_init(&state->classes, &state->arena);
   EG_TRY(egi_find_linears(state->graph, &state->arena, &linears, &n));
   EG_TRY(quantise_layers(state, linears, n));
+  egi_node_id n_nodes = state->graph->n_nodes;
+  for (egi_node_id id = 1; id < n_nodes; id++)
+    if (state->graph->nodes[id].op == EGI_OP_MoE) EG_TRY(quantise_experts(state, id));
   return log_counts(state);
 }
 

@@ -4,6 +4,7 @@
  * (onnxruntime's QMoE). */
 #include "backend/cpu/narrow.h"
 #include "backend/cpu/ragged.h"
+#include "base/blockwise.h"
 
 typedef struct product_task {
   const egi_ragged_product *product;
@@ -59,6 +60,11 @@ bool egi_ragged_takes(const egi_ragged *ragged, const egi_tensor *inputs, eg_dty
     bool is_packed = role == EGI_RAGGED_ZEROS || (role == EGI_RAGGED_WEIGHT && ragged->is_quantised);
     for (uint32_t i = 0; i < ragged->counts[role]; i++) {
       eg_dtype own = inputs[ragged->first[role] + i].dtype;
+      if (ragged->has_levels && (role == EGI_RAGGED_SCALES || role == EGI_RAGGED_ZEROS)) {
+        bool is_code = role == EGI_RAGGED_SCALES && ragged->counts[EGI_RAGGED_ZEROS] > 0;
+        if (own != (is_code ? EG_DTYPE_U8 : EG_DTYPE_F32)) return false;
+        continue;
+      }
       bool is_narrow = (own == EG_DTYPE_F16 || own == EG_DTYPE_BF16) && dtype == EG_DTYPE_F32;
       if (is_packed ? own != EG_DTYPE_U8 : own != dtype && !is_narrow) return false;
     }
@@ -70,6 +76,39 @@ bool egi_ragged_takes(const egi_ragged *ragged, const egi_tensor *inputs, eg_dty
 static unsigned packed_at(const uint8_t *row, int64_t step, int64_t index, int64_t bits) {
   int64_t per_byte = 8 / bits;
   return (unsigned)row[index / per_byte * step] >> (unsigned)(index % per_byte * bits) & ((1u << (unsigned)bits) - 1u);
+}
+
+/* Scale of block b: a number, or a code that the floats of `nested` decode as egi_nested_decode() does. */
+static float flat_scale(const egi_tensor *scales, const egi_tensor *nested, int64_t b) {
+  if (nested == NULL) return ((const float *)scales->data)[b * scales->strides[0]];
+  const float *floats = nested->data;
+  int64_t step = nested->strides[0], code = ((const uint8_t *)scales->data)[b * scales->strides[0]];
+  float product = floats[(1 + code) * step] * floats[(EGI_NESTED_HEADER + b / EGI_NESTED_BLOCK) * step];
+  return product + floats[0];
+}
+
+/* Levels of 4 bits in blocks of the flattened operand; rows are whole bytes. */
+static void decode_levels(const egi_ragged_product *p, int64_t expert, const part *at, char *out) {
+  const egi_ragged *ragged = p->ragged;
+  const egi_tensor *inputs = p->call->inputs, *scales = &inputs[egi_ragged_input(ragged, EGI_RAGGED_SCALES, expert)];
+  bool is_stack = ragged->counts[EGI_RAGGED_WEIGHT] == 1, is_nested = ragged->counts[EGI_RAGGED_ZEROS] > 0;
+  const egi_tensor *nested = is_nested ? &inputs[egi_ragged_input(ragged, EGI_RAGGED_ZEROS, expert)] : NULL;
+  const egi_tensor codes = egi_ragged_operand(ragged, inputs, EGI_RAGGED_WEIGHT, expert);
+  int64_t k = ragged->in_features, block = ragged->block_size, base = is_stack ? expert * p->n * k : 0;
+  size_t element_bytes = egi_element_bytes(p->out.dtype);
+  uint8_t bytes[EGI_RAGGED_TILE / 2 + 1];
+  float run[EGI_RAGGED_TILE];
+  for (int64_t i = 0; i < at->count; i++)
+    for (int64_t done = 0, n = 0; done < at->length; done += n) {
+      int64_t column = at->k + done, first = base + (at->n + i) * k + column, b = first / block;
+      n = smaller(smaller((b + 1) * block - first, at->length - done), EGI_RAGGED_TILE);
+      const uint8_t *from = (const uint8_t *)codes.data + (at->n + i) * codes.strides[0];
+      for (int64_t j = column / 2; j <= (column + n - 1) / 2; j++) bytes[j - column / 2] = from[j * codes.strides[1]];
+      egi_four_bit_decode((egi_four_bit)ragged->quant_type, bytes, (uint64_t)(column % 2), (size_t)n,
+                          flat_scale(scales, nested, b), run);
+      char *to = out + (size_t)(i * at->length + done) * element_bytes;
+      for (int64_t j = 0; j < n; j++) egi_real_set(to + (size_t)j * element_bytes, p->out.dtype, (double)run[j]);
+    }
 }
 
 static void decode(const egi_ragged_product *p, int64_t expert, const part *at, char *out) {
@@ -98,7 +137,10 @@ static void decode(const egi_ragged_product *p, int64_t expert, const part *at, 
 /* The part of an expert's matrix, decoded to `buffer` where it is quantised. */
 static egi_matrix load(const egi_ragged_product *p, int64_t expert, const part *at, char *buffer) {
   if (p->ragged->is_quantised) {
-    decode(p, expert, at, buffer);
+    if (p->ragged->has_levels)
+      decode_levels(p, expert, at, buffer);
+    else
+      decode(p, expert, at, buffer);
     return (egi_matrix){buffer, p->out.dtype, at->length, 1};
   }
   egi_tensor t = egi_ragged_operand(p->ragged, p->call->inputs, EGI_RAGGED_WEIGHT, expert);

@@ -36,7 +36,7 @@ static eg_trainer_options quantised(eg_quant quant, uint32_t block, int is_neste
 
 /* What the codes say in place of the matrix, in the module's own layout. */
 static void decode(eg_context *ctx, egi_module *module, uint32_t weight, const egi_quantisation *q) {
-  size_t n = (size_t)(q->rows * q->columns), n_blocks = (n + (size_t)q->block - 1) / (size_t)q->block;
+  size_t n = (size_t)(q->n_matrices * q->rows * q->columns), n_blocks = (n + (size_t)q->block - 1) / (size_t)q->block;
   uint8_t *codes = egi_arena_get(&module->arena, (n + 1) / 2, 1), *scales = egi_arena_get(&module->arena, n_blocks, 4);
   float *nested = EGI_NEW(&module->arena, float, (size_t)egi_nested_count(n_blocks));
   float *values = EGI_NEW(&module->arena, float, n), *turned = EGI_NEW(&module->arena, float, n);
@@ -53,7 +53,10 @@ static void decode(eg_context *ctx, egi_module *module, uint32_t weight, const e
     egi_four_bit_decode((egi_four_bit)q->type, codes, first, count, scale, values + first);
   }
   size_t rows = (size_t)q->rows, columns = (size_t)q->columns;
-  for (size_t i = 0; i < n; i++) turned[i % columns * rows + i / columns] = values[i];
+  for (size_t i = 0; i < n; i++) {
+    size_t matrix = i / (rows * columns), at = i % (rows * columns);
+    turned[matrix * rows * columns + at % columns * rows + at / columns] = values[i];
+  }
   module->weights[weight].bytes.data = (const uint8_t *)(q->is_transposed ? turned : values);
 }
 
@@ -183,7 +186,7 @@ static void test_left_alone(void **state) {
     n_codes += weight->bytes.quantised_tensor == EGI_QUANTISED_CODES;
     n_nested += weight->bytes.quantised_tensor == EGI_QUANTISED_NESTED;
   }
-  assert_int_equal(n_codes, 8); /* q, k, v and o of two layers */
+  assert_int_equal(n_codes, 8 + 2 * 4 * 2); /* q, k, v and o of two layers, two matrices of each of four experts */
   assert_int_equal(n_nested, n_codes);
   eg_trainer_destroy(trainer);
   eg_dataset_destroy(dataset);

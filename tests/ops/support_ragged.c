@@ -1,6 +1,7 @@
 /* Conformance cases of what dispatch_moe makes: routing, moves of rows and ragged products, their sums written out in
  * doubles. Experts without rows, one that has all, no rows at all. Gradients by the rules are held against differences
  * in tests/passes/test_gradients.c. */
+#include "base/blockwise.h"
 #include "support_ops.h"
 
 #include <math.h>
@@ -217,6 +218,7 @@ typedef struct ragged_setting {
   double alpha;
   int64_t bits, block;
   bool has_zeros;
+  bool has_levels; /* storage bnb4: blocks of the flattened operand; has_zeros: scales are codes */
 } ragged_setting;
 
 static const ragged_setting products[] = {
@@ -229,6 +231,10 @@ static const ragged_setting products[] = {
     {4, 3, {0, 0, 0, 0, 0}, .is_stacked = true, .has_weight = true},
     {4, 8, {0, 3, 3, 5, 6}, .is_stacked = true, .bits = 4, .block = 2, .has_bias = true, .has_weight = true},
     {4, 8, {0, 3, 3, 5, 6}, .bits = 8, .has_zeros = true},
+    {5, 6, {0, 3, 3, 5, 6}, .is_stacked = true, .bits = 4, .block = 32, .has_levels = true, .has_bias = true},
+    {97, 40, {0, 3, 3, 5, 6}, .is_stacked = true, .bits = 4, .block = 32, .has_levels = true, .has_zeros = true},
+    {7, 30, {0, 3, 3, 5, 6}, .bits = 4, .block = 32, .has_levels = true, .has_zeros = true, .has_weight = true},
+    {70, 130, {0, 3, 3, 5, 6}, .bits = 4, .block = 64, .has_levels = true},
     {100, 12, {0, 3, 3, 5, 6}, .is_stacked = true, .bits = 2, .block = 4, .has_zeros = true, .has_addend = true},
 };
 
@@ -264,8 +270,34 @@ typedef struct operands {
   unsigned weight, bias, scales, zeros;
 } operands;
 
+/* Operands of a list, one for each input of codes. */
+static unsigned add_list(ops_case *c, const ragged_setting *s, eg_dtype dtype, int64_t count) {
+  unsigned first = c->n_inputs;
+  for (int i = 0; i < (s->is_stacked ? 1 : 4); i++) {
+    ops_tensor *in = ops_add_input(c, dtype, 1, &count);
+    ops_fill_uniform(in, dtype == EG_DTYPE_U8 ? 0.0 : 0.01, dtype == EG_DTYPE_U8 ? 255.0 : 0.3, c->n_inputs);
+  }
+  return first;
+}
+
+static int64_t flat_blocks(const ragged_setting *s) {
+  return (s->n * s->k * (s->is_stacked ? 4 : 1) + s->block - 1) / s->block;
+}
+
+static double level_at(const ops_case *c, const ragged_setting *s, const operands *o, const int64_t at[3]) {
+  unsigned input = s->is_stacked ? 0 : (unsigned)at[0];
+  int64_t index = ((s->is_stacked ? at[0] * s->n : 0) + at[1]) * s->k + at[2], block = index / s->block;
+  unsigned byte = (unsigned)c->inputs[o->weight + input].values[index / 2];
+  double level = (double)egi_four_bit_levels(EGI_FOUR_BIT_NF4)[index % 2 == 0 ? byte >> 4 : byte & 15];
+  double scale = c->inputs[o->scales + input].values[block];
+  if (!s->has_zeros) return level * scale;
+  const double *nested = c->inputs[o->zeros + input].values;
+  return level * (nested[1 + (int)scale] * nested[EGI_NESTED_HEADER + block / EGI_NESTED_BLOCK] + nested[0]);
+}
+
 static double matrix_at(const ops_case *c, const ragged_setting *s, const operands *o, const int64_t at[3]) {
   int64_t blocks = blocks_of(s), b = s->block > 0 ? at[2] / s->block : 0;
+  if (s->has_levels) return level_at(c, s, o, at);
   if (s->bits == 0)
     return operand_at(c, s, o->weight, at[0], s->is_transposed ? at[2] * s->n + at[1] : at[1] * s->k + at[2],
                       s->n * s->k);
@@ -289,8 +321,13 @@ static operands add_experts(ops_case *c, const ragged_setting *s, eg_dtype dtype
   static int64_t roles[EGI_RAGGED_ROLES];
   operands o = {.weight = add_operand(c, s, s->bits > 0 ? EG_DTYPE_U8 : dtype, 2, s->bits > 0 ? packed : plain)};
   if (s->has_bias) o.bias = add_operand(c, s, dtype, 1, &s->n);
-  if (s->bits > 0) o.scales = add_operand(c, s, dtype, 2, blocks);
-  if (s->has_zeros) o.zeros = add_operand(c, s, EG_DTYPE_U8, 2, zeros);
+  if (s->has_levels) {
+    o.scales = add_list(c, s, s->has_zeros ? EG_DTYPE_U8 : EG_DTYPE_F32, flat_blocks(s));
+    if (s->has_zeros) o.zeros = add_list(c, s, EG_DTYPE_F32, (int64_t)egi_nested_count((uint64_t)flat_blocks(s)));
+  } else {
+    if (s->bits > 0) o.scales = add_operand(c, s, dtype, 2, blocks);
+    if (s->has_zeros) o.zeros = add_operand(c, s, EG_DTYPE_U8, 2, zeros);
+  }
   roles[0] = one;
   roles[1] = s->has_bias ? one : 0;
   roles[2] = s->bits > 0 ? one : 0;
@@ -301,7 +338,7 @@ static operands add_experts(ops_case *c, const ragged_setting *s, eg_dtype dtype
   if (s->is_transposed) ops_add_attribute(c, egi_attribute_int("transposed", 1));
   if (s->is_loop) ops_add_attribute(c, egi_attribute_int("loop", 1));
   if (s->alpha > 0.0) ops_add_attribute(c, egi_attribute_float("alpha", (float)s->alpha));
-  if (s->bits > 0) ops_add_attribute(c, egi_attribute_string("storage", "nbits"));
+  if (s->bits > 0) ops_add_attribute(c, egi_attribute_string("storage", s->has_levels ? "bnb4" : "nbits"));
   if (s->bits > 0) ops_add_attribute(c, egi_attribute_int("bits", s->bits));
   if (s->block > 0) ops_add_attribute(c, egi_attribute_int("block_size", s->block));
   return o;
@@ -346,7 +383,9 @@ void ops_case_ragged_linear(void **state, egi_op op) {
         y->values[r * s->n + n] =
             (addend ? addend->values[r * s->n + n] : 0.0) + alpha * (weight ? weight->values[r] : 1.0) * sum;
       }
-    c.absolute += dtype == EG_DTYPE_F64 ? 1e-9 : s->bits == 8 ? 1e-2 : 2e-4;
+    c.absolute += dtype == EG_DTYPE_F64 ? (s->has_levels ? 1e-5 : 1e-9)
+                  : s->bits == 8        ? 1e-2
+                                        : 2e-4; /* levels are decoded in float32 */
     ops_check(&c);
     ops_end(&c);
   }
@@ -379,7 +418,7 @@ void ops_case_ragged_linear_grad(void **state, egi_op op) {
         if (dw != NULL) dw->values[r] += alpha * sum * x->values[r * s->k + k];
       }
     }
-    c.absolute += dtype == EG_DTYPE_F64 ? 1e-9 : s->bits == 8 ? 1e-2 : 2e-4;
+    c.absolute += dtype == EG_DTYPE_F64 ? (s->has_levels ? 1e-5 : 1e-9) : s->bits == 8 ? 1e-2 : 2e-4;
     ops_check(&c);
     ops_end(&c);
   }
