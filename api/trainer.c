@@ -52,6 +52,18 @@ eg_status eg_trainer_evaluate(eg_trainer *trainer, eg_dataset *dataset, double *
   return egi_trainer_evaluate(trainer, dataset->documents, out_loss);
 }
 
+size_t eg_trainer_expert_count(const eg_trainer *trainer, size_t *out_mixtures) {
+  size_t mixtures = 0, experts = trainer != NULL ? egi_trainer_expert_count(trainer, &mixtures) : 0;
+  if (out_mixtures != NULL) *out_mixtures = mixtures;
+  return experts;
+}
+
+eg_status eg_trainer_read_expert_tokens(const eg_trainer *trainer, size_t mixture, uint64_t *tokens, size_t n_experts) {
+  if (trainer == NULL) return EG_ERROR_ARGUMENT;
+  if (tokens == NULL) return fail_null(trainer, "eg_trainer_read_expert_tokens");
+  return egi_trainer_expert_tokens(trainer, mixture, tokens, n_experts);
+}
+
 void eg_trainer_request_stop(eg_trainer *trainer) {
   if (trainer != NULL) egi_trainer_request_stop(trainer);
 }

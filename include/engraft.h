@@ -417,13 +417,15 @@ struct eg_trainer_options {
 
 /* What a step did. */
 typedef struct eg_step_report {
-  uint64_t step;        /* counted from 1 */
-  double loss;          /* mean over the step's trained tokens, documents or examples, before the update */
-  double learning_rate; /* used for this update */
-  double gradient_norm; /* before clipping */
-  uint64_t n_tokens;    /* real tokens, without padding */
-  uint64_t n_targets;   /* trained tokens, documents or examples */
-  double seconds;       /* wall time of the step */
+  uint64_t step;         /* counted from 1 */
+  double loss;           /* mean over the step's trained tokens, documents or examples, before the update */
+  double learning_rate;  /* used for this update */
+  double gradient_norm;  /* before clipping */
+  uint64_t n_tokens;     /* real tokens, without padding */
+  uint64_t n_targets;    /* trained tokens, documents or examples */
+  double seconds;        /* wall time of the step */
+  double auxiliary_loss; /* transformers' load-balancing loss of all mixtures of experts, reported only: the number of
+                            experts a token has where all are used alike; 0: no mixture, or no_fuse */
 } eg_step_report;
 
 /* Makes the training graph of `model` for the documents of `dataset`, plans it and allocates everything a step needs;
@@ -445,6 +447,13 @@ EG_API uint64_t eg_trainer_step_count(const eg_trainer *trainer);
 EG_API eg_status eg_trainer_step(eg_trainer *trainer, eg_step_report *out_report);
 /* Mean loss per trained token, document or example over `dataset`, without an update. */
 EG_API eg_status eg_trainer_evaluate(eg_trainer *trainer, eg_dataset *dataset, double *out_loss);
+/* Experts of each mixture in the model, and how many mixtures there are: those whose tokens are counted (not with
+ * no_fuse). 0: none. */
+EG_API size_t eg_trainer_expert_count(const eg_trainer *trainer, size_t *out_mixtures);
+/* Tokens of the last step that went to each expert of a mixture, in the order of layers; padding does not count.
+ * EG_ERROR_ARGUMENT: there is no such mixture, or it has another number of experts. */
+EG_API eg_status eg_trainer_read_expert_tokens(const eg_trainer *trainer, size_t mixture, uint64_t *tokens,
+                                               size_t n_experts);
 /* Makes the running or next eg_trainer_step() return EG_ERROR_STOPPED. From any thread or signal handler. */
 EG_API void eg_trainer_request_stop(eg_trainer *trainer);
 /* Writes adapter_model.safetensors and adapter_config.json as PEFT does; `directory` is made when missing. With

@@ -422,7 +422,10 @@ eg_status egi_gradient_require(const egi_gradient *gradient, bool is_met, const 
 #define EGI_INPUT_MATCHES "engraft.matches"         /* input i64 [batch]: the row that an anchor should choose */
 #define EGI_INPUT_CANDIDATES "engraft.candidates"   /* input f32 [batch]: 1 for rows that may be chosen, else 0 */
 #define EGI_INPUT_PARTNERS "engraft.partners"       /* input i64 [batch]: the row that a row is compared with */
-#define EGI_OUTPUT_LOGP "engraft.logp"              /* output f32 [batch, sequence]: log-probability of the target */
-#define EGI_OUTPUT_LOSS "engraft.loss"              /* output f32 []: minus the sum of logp over trained tokens */
+#define EGI_INPUT_REAL "engraft.real" /* input f32 [batch, sequence]: 1 for tokens of documents, 0 for the rest */
+#define EGI_OUTPUT_LOAD \
+  "engraft.expert_load"                /* output f32 [mixtures, 2, experts]: real tokens, sums of probabilities */
+#define EGI_OUTPUT_LOGP "engraft.logp" /* output f32 [batch, sequence]: log-probability of the target */
+#define EGI_OUTPUT_LOSS "engraft.loss" /* output f32 []: minus the sum of logp over trained tokens */
 
 #endif

@@ -58,15 +58,43 @@ static eg_status log_line(training *run, const char *line) {
   return egi_fail(run->t->ctx, EG_ERROR_IO, "%s: write failed", tool_text(run->t, OPTION_LOG));
 }
 
+/* Tokens of each expert, all mixtures together, and the load-balancing loss. */
+static eg_status add_experts(training *run, const eg_step_report *report, egi_text *line) {
+  size_t n_mixtures, n = eg_trainer_expert_count(run->trainer, &n_mixtures);
+  if (n == 0) return EG_OK;
+  if (run->expert_tokens == NULL) run->expert_tokens = EGI_NEW(&run->t->arena, uint64_t, 2 * n);
+  uint64_t *sums = run->expert_tokens;
+  if (sums == NULL) return EG_ERROR_MEMORY;
+  memset(sums, 0, n * sizeof *sums);
+  for (size_t i = 0; i < n_mixtures; i++) {
+    EG_TRY(eg_trainer_read_expert_tokens(run->trainer, i, sums + n, n));
+    for (size_t e = 0; e < n; e++) sums[e] += sums[n + e];
+  }
+  egi_text_format(line, ",\"aux_loss\":%.9g,\"expert_tokens\":[", report->auxiliary_loss);
+  for (size_t e = 0; e < n; e++) egi_text_format(line, "%s%" PRIu64, e > 0 ? "," : "", sums[e]);
+  egi_text_add(line, "]");
+  return EG_OK;
+}
+
+static eg_status write_step(training *run, const eg_step_report *report, double speed) {
+  egi_text line;
+  egi_text_init(&line, run->t->ctx);
+  egi_text_format(&line,
+                  "{\"step\":%" PRIu64 ",\"loss\":%.9g,\"lr\":%.9g,\"grad_norm\":%.9g,\"tokens\":%" PRIu64
+                  ",\"targets\":%" PRIu64 ",\"tokens_per_s\":%.1f",
+                  report->step, report->loss, report->learning_rate, report->gradient_norm, report->n_tokens,
+                  report->n_targets, speed);
+  eg_status status = add_experts(run, report, &line);
+  egi_text_add(&line, "}\n");
+  if (status == EG_OK) status = egi_text_status(&line);
+  if (status == EG_OK) status = log_line(run, egi_text_string(&line));
+  egi_text_free(&line);
+  return status;
+}
+
 static eg_status log_step(training *run, const eg_step_report *report) {
-  char line[320];
   double speed = report->seconds > 0.0 ? (double)report->n_tokens / report->seconds : 0.0;
-  snprintf(line, sizeof line,
-           "{\"step\":%" PRIu64 ",\"loss\":%.9g,\"lr\":%.9g,\"grad_norm\":%.9g,\"tokens\":%" PRIu64
-           ",\"targets\":%" PRIu64 ",\"tokens_per_s\":%.1f}\n",
-           report->step, report->loss, report->learning_rate, report->gradient_norm, report->n_tokens,
-           report->n_targets, speed);
-  EG_TRY(log_line(run, line));
+  EG_TRY(write_step(run, report, speed));
   uint64_t stride = run->n_steps / PRINTED_LINES + 1;
   bool is_last = report->step == run->n_steps;
   if (!run->is_terminal && report->step % stride != 0 && report->step != 1 && !is_last) return EG_OK;

@@ -15,7 +15,8 @@ typedef struct training {
   FILE *log;
   bool is_terminal, is_finished;
   uint64_t n_steps, n_done;
-  uint64_t saved_step; /* of the newest checkpoint of this run; 0: none */
+  uint64_t *expert_tokens; /* room for two lists; NULL until a line needs it */
+  uint64_t saved_step;     /* of the newest checkpoint of this run; 0: none */
   bool has_best;
   double best_loss;
   uint64_t n_worse; /* evaluations since the best */

@@ -9,12 +9,17 @@ typedef struct role_row {
 } role_row;
 
 /* Names that the adapt stage gives; those of exporters stand in passes/inputs.def. */
-static const role_row role_rows[] = {
-    {EGI_INPUT_LABELS, EGI_FEED_LABELS},     {EGI_INPUT_OFFSETS, EGI_FEED_OFFSETS},
-    {EGI_INPUT_CLASSES, EGI_FEED_CLASSES},   {EGI_INPUT_TOKEN_LABELS, EGI_FEED_TOKEN_LABELS},
-    {EGI_INPUT_NUMBERS, EGI_FEED_NUMBERS},   {EGI_INPUT_ROW_WEIGHTS, EGI_FEED_ROW_WEIGHTS},
-    {EGI_INPUT_POOLING, EGI_FEED_POOLING},   {EGI_INPUT_MATCHES, EGI_FEED_MATCHES},
-    {EGI_INPUT_PARTNERS, EGI_FEED_PARTNERS}, {EGI_INPUT_CANDIDATES, EGI_FEED_CANDIDATES}};
+static const role_row role_rows[] = {{EGI_INPUT_LABELS, EGI_FEED_LABELS},
+                                     {EGI_INPUT_OFFSETS, EGI_FEED_OFFSETS},
+                                     {EGI_INPUT_REAL, EGI_FEED_REAL},
+                                     {EGI_INPUT_CLASSES, EGI_FEED_CLASSES},
+                                     {EGI_INPUT_TOKEN_LABELS, EGI_FEED_TOKEN_LABELS},
+                                     {EGI_INPUT_NUMBERS, EGI_FEED_NUMBERS},
+                                     {EGI_INPUT_ROW_WEIGHTS, EGI_FEED_ROW_WEIGHTS},
+                                     {EGI_INPUT_POOLING, EGI_FEED_POOLING},
+                                     {EGI_INPUT_MATCHES, EGI_FEED_MATCHES},
+                                     {EGI_INPUT_PARTNERS, EGI_FEED_PARTNERS},
+                                     {EGI_INPUT_CANDIDATES, EGI_FEED_CANDIDATES}};
 static const egi_feed kind_roles[] = {[EGI_INPUT_OTHER] = EGI_FEED_OTHER,
                                       [EGI_INPUT_TOKENS] = EGI_FEED_INPUT_IDS,
                                       [EGI_INPUT_MASK] = EGI_FEED_ATTENTION_MASK,
@@ -50,6 +55,7 @@ static bool fits(egi_feed role, const egi_value *value) {
     return value->dtype == EG_DTYPE_F32 && value->rank == 1;
   case EGI_FEED_NUMBERS:
   case EGI_FEED_POOLING:
+  case EGI_FEED_REAL:
     return value->dtype == EG_DTYPE_F32 && value->rank == 2;
   case EGI_FEED_ATTENTION_MASK:
     return (is_whole(value->dtype) || value->dtype == EG_DTYPE_BOOL || value->dtype == EG_DTYPE_F32) &&
@@ -248,6 +254,7 @@ static eg_status bind_role(egi_binder *binder, const egi_inputs *inputs, uint32_
   case EGI_FEED_TOKEN_LABELS:
   case EGI_FEED_TOKEN_TYPES:
   case EGI_FEED_POOLING:
+  case EGI_FEED_REAL:
   case EGI_FEED_ATTENTION_MASK:
     EG_TRY(egi_binder_assign(binder, input, 0, bucket->batch));
     size = inputs->roles[input] == EGI_FEED_ATTENTION_MASK ? binder->past : 0;

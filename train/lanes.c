@@ -137,6 +137,8 @@ static int64_t get_number(egi_feed role, const batch_row *row, uint32_t t) {
     return t < row->length && row->types != NULL ? row->types[t] : 0;
   case EGI_FEED_ATTENTION_MASK:
     return row->length == 0 || t < row->length ? 1 : 0;
+  case EGI_FEED_REAL:
+    return t < row->length ? 1 : 0;
   case EGI_FEED_POSITION_IDS:
     return t;
   default:
@@ -165,7 +167,8 @@ static size_t fill_row(const egi_lanes *lanes, egi_feed role, const egi_document
     return (size_t)sequence + 1;
   }
   bool is_label = role == EGI_FEED_LABELS || role == EGI_FEED_TOKEN_LABELS;
-  for (; used < sequence; used++) out[used] = is_label ? -100 : role == EGI_FEED_TOKEN_TYPES ? 0 : row.filler;
+  int64_t filler = is_label ? -100 : role == EGI_FEED_TOKEN_TYPES || role == EGI_FEED_REAL ? 0 : row.filler;
+  for (; used < sequence; used++) out[used] = filler;
   return sequence;
 }
 

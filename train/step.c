@@ -45,6 +45,7 @@ static eg_status run_batch(eg_trainer *trainer, uint32_t index, totals *sum) {
   EG_TRY(egi_lanes_fill(&trainer->lanes, trainer->dataset->documents, range, &lane));
   EG_TRY(egi_lane_run(&trainer->lanes, lane, &loss));
   sum->loss += loss;
+  EG_TRY(egi_expert_load_add(trainer, lane, n_tokens));
   if (trainer->state.has_gradients) return EG_OK;
   trainer->state.has_gradients = 1;
   return upload_state(trainer);
@@ -92,6 +93,7 @@ eg_status egi_trainer_step(eg_trainer *trainer, eg_step_report *out_report) {
   double start = egi_clock(), norm = 0.0;
   double rate = egi_schedule_rate(o->schedule, o->learning_rate, trainer->step, trainer->n_steps, o->warmup);
   totals sum = count_step(trainer);
+  egi_expert_load_begin(trainer);
   if (sum.n_targets > 0) {
     EG_TRY(accumulate(trainer, &sum));
     EG_TRY(update(trainer, &sum, rate, &norm));
@@ -106,7 +108,8 @@ eg_status egi_trainer_step(eg_trainer *trainer, eg_step_report *out_report) {
                            .gradient_norm = norm,
                            .n_tokens = sum.n_tokens,
                            .n_targets = sum.n_targets,
-                           .seconds = egi_clock() - start};
+                           .seconds = egi_clock() - start,
+                           .auxiliary_loss = egi_expert_load_balance(trainer)};
   if (out_report != NULL) *out_report = report;
   return EG_OK;
 }

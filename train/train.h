@@ -75,6 +75,7 @@ typedef enum egi_feed {
   EGI_FEED_CACHE,          /* keys and values of earlier tokens: none, a dimension of size 0 */
   EGI_FEED_LABELS,         /* EGI_INPUT_LABELS */
   EGI_FEED_OFFSETS,        /* EGI_INPUT_OFFSETS */
+  EGI_FEED_REAL,           /* EGI_INPUT_REAL */
   EGI_FEED_TOKEN_TYPES,    /* [batch, sequence] of the data, or 0 */
   EGI_FEED_TOKEN_LABELS,   /* EGI_INPUT_TOKEN_LABELS and so on; from here to the last, of documents */
   EGI_FEED_CLASSES,
@@ -282,6 +283,14 @@ typedef struct egi_file_tensor {
   int64_t first_row, rows; /* of its first dim; rows 0: all of it */
 } egi_file_tensor;
 
+/* What the training graph counts of its mixtures of experts (count_experts), summed over a step. */
+typedef struct egi_expert_load {
+  size_t n_layers, n_experts;
+  float *batch; /* [n_layers, 2, n_experts]: tokens, probabilities */
+  double *sums;
+  uint64_t n_tokens;
+} egi_expert_load;
+
 struct eg_trainer {
   eg_context *ctx;
   eg_model *model;
@@ -315,6 +324,7 @@ struct eg_trainer {
   egi_step_state state;   /* what the device has */
   bool has_gradients;
   bool has_dropout; /* each micro-batch draws anew */
+  egi_expert_load load;
   atomic_int is_stop_requested;
 };
 /* Bytes of a trainer by what they are for. */
@@ -380,6 +390,13 @@ eg_status egi_trainer_create(eg_model *model, eg_dataset *dataset, const eg_trai
 void egi_trainer_destroy(eg_trainer *trainer);
 eg_context *egi_trainer_context(const eg_trainer *trainer);
 uint64_t egi_trainer_step_count(const eg_trainer *trainer);
+/* experts.c: the counts become an output of the graph; nothing where it has no mixtures. */
+eg_status egi_expert_load_prepare(eg_trainer *trainer);
+void egi_expert_load_begin(eg_trainer *trainer);
+eg_status egi_expert_load_add(eg_trainer *trainer, egi_lane *lane, uint64_t n_tokens);
+double egi_expert_load_balance(const eg_trainer *trainer);
+size_t egi_trainer_expert_count(const eg_trainer *trainer, size_t *out_layers);
+eg_status egi_trainer_expert_tokens(const eg_trainer *trainer, size_t layer, uint64_t *tokens, size_t n_experts);
 eg_status egi_trainer_step(eg_trainer *trainer, eg_step_report *out_report);
 eg_status egi_trainer_evaluate(eg_trainer *trainer, const egi_documents *documents, double *out_loss);
 void egi_trainer_request_stop(eg_trainer *trainer);

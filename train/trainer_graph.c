@@ -139,6 +139,7 @@ eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
   EG_TRY(egi_run_passes(machine->graph, adapt_passes, EGI_COUNT(adapt_passes), &adapt));
   EG_TRY(egi_machine_specialise(machine, &adapt, trainer->options.no_fuse != 0));
   EG_TRY(list_parameters(trainer));
+  EG_TRY(egi_expert_load_prepare(trainer));
   EG_TRY(egi_module_copy_graph(machine->module, machine->graph, EGI_GRAPH_EVALUATE, &trainer->evaluation));
   EG_TRY(egi_disable_dropout(trainer->evaluation));
   trainer->has_dropout = has_dropout(machine->graph);

@@ -192,6 +192,52 @@ static void test_values_and_folder(void **state) {
   eg_trainer_destroy(trainer);
 }
 
+/* Tokens of experts add up to the choices of real tokens, padded or packed; a model without a mixture has none. */
+static void test_use_is_reported(void **state) {
+  static const eg_packing packings[] = {EG_PACKING_OFF, EG_PACKING_SEQUENTIAL};
+  api_fixture *fixture = *state;
+  uint64_t first[2][8] = {{0}}, tokens[8], n_first = 0;
+  for (size_t p = 0; p < EGI_COUNT(packings); p++) {
+    eg_trainer_options options = expert_options("none", BOTH);
+    eg_step_report report;
+    size_t n_mixtures;
+    options.packing = packings[p];
+    options.tokens = 128;
+    eg_trainer *trainer = make(fixture->ctx, files[3], &options);
+    size_t n = eg_trainer_expert_count(trainer, &n_mixtures);
+    assert_true(n > 0 && n <= 8);
+    assert_int_equal(n_mixtures, 2);
+    api_must(fixture->ctx, eg_trainer_step(trainer, &report));
+    assert_true(report.auxiliary_loss >= 1.0 && report.auxiliary_loss < (double)n);
+    for (size_t m = 0; m < n_mixtures; m++) {
+      uint64_t sum = 0;
+      api_must(fixture->ctx, eg_trainer_read_expert_tokens(trainer, m, tokens, n));
+      for (size_t e = 0; e < n; e++) sum += tokens[e];
+      assert_int_equal(sum % report.n_tokens, 0);
+      assert_true(sum >= report.n_tokens);
+      if (p == 0) memcpy(first[m], tokens, sizeof tokens);
+      assert_int_equal(n_first == 0 || n_first == report.n_tokens, 1);
+      assert_memory_equal(first[m], tokens, n * sizeof *tokens);
+    }
+    n_first = report.n_tokens;
+    assert_int_equal(eg_trainer_read_expert_tokens(trainer, n_mixtures, tokens, n), EG_ERROR_ARGUMENT);
+    assert_int_equal(eg_trainer_read_expert_tokens(trainer, 0, tokens, n - 1), EG_ERROR_ARGUMENT);
+    eg_trainer_destroy(trainer);
+  }
+  eg_model *dense = api_model(fixture, fixture->ctx);
+  eg_dataset *dataset = api_dataset(fixture->ctx, 3, 20);
+  const eg_trainer_options plain = api_options();
+  eg_step_report report;
+  eg_trainer *trainer;
+  api_must(fixture->ctx, eg_trainer_create(dense, dataset, &plain, &trainer));
+  assert_int_equal(eg_trainer_expert_count(trainer, NULL), 0);
+  api_must(fixture->ctx, eg_trainer_step(trainer, &report));
+  assert_true(report.auxiliary_loss >= 0.0 && report.auxiliary_loss <= 0.0);
+  eg_trainer_destroy(trainer);
+  eg_dataset_destroy(dataset);
+  eg_model_destroy(dense);
+}
+
 static void test_refusals(void **state) {
   api_fixture *fixture = *state;
   eg_trainer_options options = expert_options("none", "mlp.experts.nothing");
@@ -219,6 +265,7 @@ int main(void) {
       cmocka_unit_test_setup_teardown(test_forms_agree, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_files_agree, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_values_and_folder, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_use_is_reported, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_refusals, api_setup, api_teardown),
   };
   return cmocka_run_group_tests_name("experts", tests, NULL, NULL);
