@@ -345,6 +345,11 @@ static const gradient_case cases[] = {
      -1, 1, 0, 0, NULL},
     {"(double[2,3] x) => (double[2,3] y, bool[2,3] m) <double r = {0.5}, bool t = {0}> { y, m = Dropout (x, r, t) }",
      -2, 2, 0, 0, NULL},
+#define ZEROS "0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0"
+    {"(double[3,5] x) => (double[3,5] y) <uint8[96] s = {" ZEROS "," ZEROS "," ZEROS "," ZEROS "," ZEROS "," ZEROS
+     "}>\n"
+     "{ y = engraft.Dropout <ratio = 0.25, seed = 5, site = 1> (x, s) }",
+     -2, 2, 0, 0, NULL},
     /* operators that others replace when a model is loaded */
     {"(double[2,3,4] a, double[4,5] b) => (double[5,2,3] y) { y = Einsum <equation = \"bij,jk->kbi\"> (a, b) }", -2, 2,
      0, 0, NULL},
