@@ -62,8 +62,9 @@ void egi_release(eg_context *ctx, egi_purpose purpose, void *memory, size_t size
 /* Bytes in use for a purpose, and number of calls of egi_allocate so far: tests count a step's with it. */
 size_t egi_bytes_in_use(const eg_context *ctx, egi_purpose purpose);
 uint64_t egi_allocation_count(const eg_context *ctx);
-/* Most bytes in use at a time, for all purposes, since the context was made or the peak was set back to what is in use.
- */
+/* The same without what arenas have in store, which no page is behind. */
+size_t egi_bytes_touched(const eg_context *ctx, egi_purpose purpose);
+/* The most of it at a time, for all purposes, since the context was made or the peak was set back to what there is. */
 size_t egi_bytes_peak(const eg_context *ctx);
 void egi_bytes_reset_peak(eg_context *ctx);
 

@@ -12,7 +12,8 @@ struct eg_context {
   unsigned references;
   uint64_t n_allocations;
   size_t bytes_in_use[EGI_PURPOSE_COUNT];
-  size_t total_bytes, peak_bytes; /* of all purposes */
+  size_t spare_bytes[EGI_PURPOSE_COUNT]; /* of these, in arenas and not handed out */
+  size_t touched_bytes, peak_bytes;      /* of all purposes, without what is spare */
   char error[1024];
 };
 

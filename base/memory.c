@@ -4,7 +4,13 @@
 #include <stdalign.h>
 #include <string.h>
 
-void *egi_allocate(eg_context *ctx, egi_purpose purpose, size_t size_bytes) {
+static void note_touched(eg_context *ctx, size_t more_bytes) {
+  ctx->touched_bytes += more_bytes;
+  if (ctx->touched_bytes > ctx->peak_bytes) ctx->peak_bytes = ctx->touched_bytes;
+}
+
+/* Of which `spare_bytes` are not handed out yet: untouched, they are no memory of the machine's. */
+static void *allocate(eg_context *ctx, egi_purpose purpose, size_t size_bytes, size_t spare_bytes) {
   size_t size = size_bytes > 0 ? size_bytes : 1;
   void *memory = NULL;
   if (size <= SIZE_MAX - 64) memory = ctx->allocator.allocate(ctx->allocator.userdata, size, 64);
@@ -14,26 +20,38 @@ void *egi_allocate(eg_context *ctx, egi_purpose purpose, size_t size_bytes) {
   }
   ctx->n_allocations++;
   ctx->bytes_in_use[purpose] += size_bytes;
-  ctx->total_bytes += size_bytes;
-  if (ctx->total_bytes > ctx->peak_bytes) ctx->peak_bytes = ctx->total_bytes;
+  ctx->spare_bytes[purpose] += spare_bytes;
+  note_touched(ctx, size_bytes - spare_bytes);
   return memory;
 }
 
-void egi_release(eg_context *ctx, egi_purpose purpose, void *memory, size_t size_bytes) {
+static void release(eg_context *ctx, egi_purpose purpose, void *memory, size_t size_bytes, size_t spare_bytes) {
   if (memory == NULL) return;
   ctx->bytes_in_use[purpose] -= size_bytes;
-  ctx->total_bytes -= size_bytes;
+  ctx->spare_bytes[purpose] -= spare_bytes;
+  ctx->touched_bytes -= size_bytes - spare_bytes;
   ctx->allocator.release(ctx->allocator.userdata, memory, size_bytes > 0 ? size_bytes : 1);
+}
+
+void *egi_allocate(eg_context *ctx, egi_purpose purpose, size_t size_bytes) {
+  return allocate(ctx, purpose, size_bytes, 0);
+}
+
+void egi_release(eg_context *ctx, egi_purpose purpose, void *memory, size_t size_bytes) {
+  release(ctx, purpose, memory, size_bytes, 0);
 }
 
 size_t egi_bytes_in_use(const eg_context *ctx, egi_purpose purpose) {
   return ctx->bytes_in_use[purpose];
 }
+size_t egi_bytes_touched(const eg_context *ctx, egi_purpose purpose) {
+  return ctx->bytes_in_use[purpose] - ctx->spare_bytes[purpose];
+}
 size_t egi_bytes_peak(const eg_context *ctx) {
   return ctx->peak_bytes;
 }
 void egi_bytes_reset_peak(eg_context *ctx) {
-  ctx->peak_bytes = ctx->total_bytes;
+  ctx->peak_bytes = ctx->touched_bytes;
 }
 uint64_t egi_allocation_count(const eg_context *ctx) {
   return ctx->n_allocations;
@@ -77,7 +95,7 @@ static struct egi_arena_block *add_block(egi_arena *arena, size_t need_bytes) {
     return NULL;
   }
   if (size < least) size = least;
-  struct egi_arena_block *block = egi_allocate(arena->ctx, arena->purpose, size);
+  struct egi_arena_block *block = allocate(arena->ctx, arena->purpose, size, size - BLOCK_HEADER);
   if (block == NULL) return NULL;
   block->size_bytes = size;
   block->used_bytes = BLOCK_HEADER;
@@ -106,6 +124,8 @@ void *egi_arena_get(egi_arena *arena, size_t count, size_t size_bytes) {
     if (block == NULL) return NULL;
     start = block->used_bytes;
   }
+  arena->ctx->spare_bytes[arena->purpose] -= start + bytes - block->used_bytes;
+  note_touched(arena->ctx, start + bytes - block->used_bytes);
   block->used_bytes = start + bytes;
   void *memory = (uint8_t *)block + start;
   memset(memory, 0, bytes);
@@ -114,9 +134,9 @@ void *egi_arena_get(egi_arena *arena, size_t count, size_t size_bytes) {
 
 void egi_arena_clear(egi_arena *arena) {
   while (arena->block != NULL) {
-    struct egi_arena_block *older = arena->block->older;
-    egi_release(arena->ctx, arena->purpose, arena->block, arena->block->size_bytes);
-    arena->block = older;
+    struct egi_arena_block *block = arena->block;
+    arena->block = block->older;
+    release(arena->ctx, arena->purpose, block, block->size_bytes, block->size_bytes - block->used_bytes);
   }
 }
 

@@ -33,10 +33,10 @@ static size_t list_terms(const eg_trainer *trainer, const egi_trainer_memory *me
   return EGI_COUNT(all);
 }
 
-/* Host memory that holds no file: what the context's allocator hands out while steps run. On the CPU all of it, on
- * another device what stays on the host. */
+/* Host memory that belongs to no file, at its most: what the context's allocator hands out while steps run and while
+ * the parameters are saved. On the CPU all of it, on another device what stays on the host. */
 static uint64_t anonymous_bytes(const eg_trainer *trainer, const egi_trainer_memory *memory, uint64_t held) {
-  uint64_t host = held + memory->tables + memory->pinned;
+  uint64_t host = held + memory->tables + memory->pinned + pool_bytes(trainer, EGI_POOL_PARAMETERS);
   if (!trainer->machine.backend->is_host) return host;
   return host + memory->total - memory->weights + memory->copied;
 }
@@ -46,15 +46,16 @@ static void add_bytes(const eg_trainer *trainer, egi_text *out) {
   egi_trainer_memory memory;
   egi_trainer_bytes(trainer, &trainer->lanes, &memory);
   size_t n = list_terms(trainer, &memory, terms), largest = 0;
-  uint64_t graph = egi_bytes_in_use(trainer->ctx, EGI_PURPOSE_GRAPH);
-  uint64_t data = egi_bytes_in_use(trainer->ctx, EGI_PURPOSE_DATA);
+  uint64_t graph = egi_bytes_touched(trainer->ctx, EGI_PURPOSE_GRAPH);
+  uint64_t data = egi_bytes_touched(trainer->ctx, EGI_PURPOSE_DATA);
   egi_text_add(out, " \"bytes\": {");
   for (size_t i = 0; i < n; i++) {
     egi_text_format(out, "\"%s\": %" PRIu64 ", ", terms[i].name, terms[i].bytes);
     if (terms[i].bytes > terms[largest].bytes) largest = i;
   }
-  egi_text_format(out, "\"pinned_host\": %" PRIu64 ", \"graph\": %" PRIu64 ", \"data\": %" PRIu64 "},\n", memory.pinned,
-                  graph + memory.tables, data);
+  egi_text_format(
+      out, "\"pinned_host\": %" PRIu64 ", \"graph\": %" PRIu64 ", \"data\": %" PRIu64 ", \"saving\": %" PRIu64 "},\n",
+      memory.pinned, graph + memory.tables, data, pool_bytes(trainer, EGI_POOL_PARAMETERS));
   egi_text_format(out,
                   " \"total_bytes\": %" PRIu64 ", \"largest_term\": \"%s\", \"mapped_bytes\": %" PRIu64
                   ", \"anonymous_bytes\": %" PRIu64 ",\n",
@@ -119,7 +120,10 @@ static void add_passes(const eg_trainer *trainer, const egi_lane *lane, egi_text
                   trainer->adapters.count, trainer->machine.module->pool_elements[EGI_POOL_PARAMETERS], sum.metadata,
                   sum.readers);
   egi_text_format(out, "  \"dispatch_moe\": {\"form\": \"%s\", \"layers\": %" PRIu32 "},\n",
-                  sum.experts > 0 ? "fused" : "none", sum.experts);
+                  sum.experts == 0                               ? "none"
+                  : trainer->options.moe_dispatch == EG_MOE_LOOP ? "loop"
+                                                                 : "fused",
+                  sum.experts);
   egi_text_format(out,
                   "  \"buffer_checkpoints\": {\"kept_bytes\": %" PRIu64 ", \"recomputed_nodes\": %" PRIu32
                   ", \"recomputed_bytes\": %" PRIu64 ", \"offloads\": %" PRIu32 ", \"offloaded_bytes\": %" PRIu64

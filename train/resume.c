@@ -146,6 +146,7 @@ static void add_settings(const eg_trainer *trainer, egi_text *text) {
   egi_text_format(text, "full=%d\ndtype=%s\nseed=%" PRIu64 "\n", o->full != 0, egi_dtype_name(o->dtype), o->seed);
   egi_text_format(text, "tokens=%" PRIu32 "\naccumulate=%" PRIu32 "\npacked=%d\nin_order=%d\n", o->tokens,
                   o->accumulate, trainer->lanes.inputs.is_packed, o->packing == EG_PACKING_SEQUENTIAL);
+  egi_text_format(text, "tiles=%" PRIu32 "\n", trainer->tiles); /* sums over rows are rounded by tile */
   egi_text_format(text, "learning_rate=%.17g\nschedule=%d\nwarmup=%.17g\n", o->learning_rate, (int)o->schedule,
                   o->warmup);
   egi_text_format(text, "optimizer=%d\nmoment_floor=%d\nlora_plus=%.17g\nloss=%d\npooling=%d\nsimilarity_scale=%.17g\n",
