@@ -250,7 +250,7 @@ static void test_train(void **state) {
       fill_row(&g, -1, 1, 2);
       fill_row(&m, -1, 1, 3);
       fill_row(&v, 0, 1, 4);
-      egi_adamw chunk = {p.f32, m.f32, v.f32, g.f32, n, 0.5f, 0.99f, 0.01f, 0.9f, 0.99f, 1e-8f, 0.19f, 0.0199f};
+      egi_adamw chunk = {p.f32, m.f32, v.f32, g.f32, n, 0.5f, 0.99f, 0.01f, 0.99f, 0.1f, 0.01f, 1e-8f, 0.19f, 0.0199f};
       isa->train->adamw(&chunk);
       double squares = 0;
       for (int64_t i = 0; i < n; i++) {
