@@ -504,9 +504,15 @@ typedef struct eg_export_options {
                       into B, smaller ranks are filled up with zeros */
   const char *architecture; /* GGUF: llama.cpp's name of the base's architecture, or "model_type" of its config.json;
                                NULL: what the graph looks like */
+  eg_quant stored; /* MERGED: matrices are stored in 4 bits, blocks of 64, for com.microsoft's MatMulBnb4; but for the
+                      head, embeddings and norms */
+  eg_quant base;   /* MERGED: the adapter is added to what the base was in training with this quant, quant_block and
+                      double_quant, not to the file's own numbers; NONE: to these */
+  uint32_t quant_block;
+  int double_quant;
 } eg_export_options;
 #define EG_EXPORT_OPTIONS_INIT \
-  { sizeof(eg_export_options), EG_EXPORT_PEFT, EG_DTYPE_UNDEFINED, 0, NULL }
+  { sizeof(eg_export_options), EG_EXPORT_PEFT, EG_DTYPE_UNDEFINED, 0, NULL, EG_QUANT_NONE, EG_QUANT_NONE, 64, 1 }
 
 /* Checks the PEFT folder `adapter` against the model and writes it in another form. `path` is a folder for
  * EG_EXPORT_PEFT; for the others the file, or a folder when it has not the format's ending (.onnx,

@@ -10,7 +10,23 @@
 static eg_dtype parse_dtype(tool *t) {
   const char *text = tool_text(t, OPTION_EXPORT_DTYPE);
   if (!tool_is_given(t, OPTION_EXPORT_DTYPE)) return EG_DTYPE_UNDEFINED;
+  if (strcmp(text, "nf4") == 0) return EG_DTYPE_UNDEFINED;
   return strcmp(text, "bf16") == 0 ? EG_DTYPE_BF16 : strcmp(text, "f16") == 0 ? EG_DTYPE_F16 : EG_DTYPE_F32;
+}
+
+/* How the base was held in training; NF4 with the defaults where no option says otherwise. */
+static eg_status read_base(tool *t, eg_export_options *options) {
+  const char *quant = tool_text(t, OPTION_QUANT);
+  if (strcmp(tool_text(t, OPTION_EXPORT_DTYPE), "nf4") == 0) options->stored = EG_QUANT_NF4;
+  bool is_dequantised = strcmp(tool_text(t, OPTION_BASE), "dequantised") == 0;
+  options->base = !is_dequantised                              ? EG_QUANT_NONE
+                  : quant != NULL && strcmp(quant, "fp4") == 0 ? EG_QUANT_FP4
+                                                               : EG_QUANT_NF4;
+  options->double_quant = strcmp(tool_text(t, OPTION_DOUBLE_QUANT), "on") == 0;
+  uint64_t block = t->values[OPTION_QUANT_BLOCK].count;
+  if (block > UINT32_MAX) return egi_fail(t->ctx, EG_ERROR_ARGUMENT, "--quant-block is out of range");
+  options->quant_block = (uint32_t)block;
+  return EG_OK;
 }
 
 static eg_export_format parse_format(const char *text) {
@@ -34,6 +50,28 @@ static eg_status find_model_type(tool *t, const char **out_type) {
   return status;
 }
 
+/* What the adapter is worth beside the file's own numbers and beside those that it was trained with, over --data. */
+static eg_status report_losses(tool *t, const eg_model *model, const eg_export_options *options) {
+  const char *data = tool_text(t, OPTION_DATA);
+  eg_quant base = options->base != EG_QUANT_NONE ? options->base : EG_QUANT_NF4;
+  eg_dataset *dataset;
+  double losses[2];
+  if (data == NULL) return EG_OK;
+  EG_TRY(tool_load_dataset(t, data, false, &dataset));
+  eg_status status = EG_OK;
+  for (int i = 0; i < 2 && status == EG_OK; i++) {
+    egi_evaluate_options evaluate = {.adapter = tool_text(t, OPTION_ADAPTER), .tokens = 2048};
+    status = egi_quantise_options_make(t->ctx, i == 0 ? EG_QUANT_NONE : base, options->quant_block,
+                                       options->double_quant, &evaluate.quantise);
+    if (status == EG_OK) status = egi_evaluate_model(model, &evaluate, dataset->documents, &losses[i]);
+  }
+  eg_dataset_destroy(dataset);
+  if (status == EG_OK)
+    printf("loss %.6f in the original base, %.6f in the dequantised one (%s, blocks of %u)\n", losses[0], losses[1],
+           base == EG_QUANT_NF4 ? "nf4" : "fp4", options->quant_block);
+  return status;
+}
+
 int tool_export(tool *t) {
   eg_model *model = NULL;
   eg_export_options options = EG_EXPORT_OPTIONS_INIT;
@@ -45,11 +83,12 @@ int tool_export(tool *t) {
   options.dtype = parse_dtype(t);
   if (options.is_portable && options.format != EG_EXPORT_PEFT)
     return tool_fail_usage(t, "--portable is a form of --format peft");
-  eg_status status = EG_OK;
-  if (options.format == EG_EXPORT_GGUF) status = find_model_type(t, &options.architecture);
+  eg_status status = read_base(t, &options);
+  if (status == EG_OK && options.format == EG_EXPORT_GGUF) status = find_model_type(t, &options.architecture);
   if (status == EG_OK) status = tool_load_model(t, &model);
   if (status == EG_OK)
     status = eg_model_export_adapter(model, tool_text(t, OPTION_ADAPTER), &options, tool_text(t, OPTION_OUTPUT));
+  if (status == EG_OK) status = report_losses(t, model, &options);
   eg_model_destroy(model);
   return status == EG_OK ? 0 : tool_fail_status(t, status);
 }

@@ -139,6 +139,11 @@ static eg_status check_options(eg_context *ctx, const eg_export_options *options
   if (options->format < EG_EXPORT_PEFT || options->format > EG_EXPORT_GGUF)
     return egi_fail(ctx, EG_ERROR_ARGUMENT, "export options: format is out of range");
   if (!is_known) return egi_fail(ctx, EG_ERROR_ARGUMENT, "export options: dtype is none of f32, f16, bf16");
+  bool is_quantised = options->stored != EG_QUANT_NONE || options->base != EG_QUANT_NONE;
+  if (is_quantised && options->format != EG_EXPORT_MERGED)
+    return egi_fail(ctx, EG_ERROR_ARGUMENT, "export options: stored and base are for merged models");
+  if (options->stored != EG_QUANT_NONE && dtype != EG_DTYPE_UNDEFINED && dtype != EG_DTYPE_F32)
+    return egi_fail(ctx, EG_ERROR_ARGUMENT, "export options: a model stored in 4 bits is computed in f32");
   if (options->is_portable && options->format != EG_EXPORT_PEFT)
     return egi_fail(ctx, EG_ERROR_ARGUMENT, "export options: only PEFT's format has a portable form");
   return EG_OK;

@@ -38,7 +38,8 @@ static eg_status check_in_place(egi_merge *merge, bool *out_is_in_place) {
     if (paths[weight] == NULL) paths[weight] = merge->linears[i].path;
     n_linears[weight] += strcmp(paths[weight], merge->linears[i].path) == 0;
   }
-  *out_is_in_place = !merge->is_widened;
+  const eg_export_options *o = merge->export_->options;
+  *out_is_in_place = !merge->is_widened && o->base == EG_QUANT_NONE && o->stored == EG_QUANT_NONE;
   for (size_t i = 0; i < merge->n_linears && *out_is_in_place; i++)
     if (merge->adapter_of[i] != UINT32_MAX) *out_is_in_place = is_sole_use(merge, i, n_operands, n_linears);
   return EG_OK;
@@ -103,6 +104,12 @@ static bool has_adapter(const egi_merge *merge, size_t first) {
   return false;
 }
 
+/* Of a base that was quantised in training every layer leaves as what its codes stand for. */
+static bool is_changed(const egi_merge *merge, size_t first) {
+  bool is_dequantised = merge->export_->options->base != EG_QUANT_NONE && merge->linears[first].is_quantised;
+  return is_dequantised || has_adapter(merge, first);
+}
+
 typedef struct placed {
   egi_value_id value;
   bool is_out_first;
@@ -141,7 +148,7 @@ static eg_status merge_all(egi_merge *merge, bool is_in_place) {
   egi_map_init(&first_calls, &merge->arena);
   if (places == NULL) return EG_ERROR_MEMORY;
   for (size_t i = 0; i < merge->n_linears; i++)
-    if (merge->first_rows[i] == 0 && has_adapter(merge, i))
+    if (merge->first_rows[i] == 0 && is_changed(merge, i))
       EG_TRY(merge_node(merge, i, is_in_place, &first_calls, places));
   if (is_in_place) return EG_OK;
   EG_TRY(egi_passes_run(merge->graph, clean, 1, &options, NULL));
@@ -258,7 +265,12 @@ static eg_status write_merged(egi_merge *merge, const char *path) {
     take_changes(merge);
     target = merge->raw;
   }
-  EG_TRY(store_weights(merge, &target));
+  egi_quantise_options quantise;
+  EG_TRY(egi_quantise_options_make(merge->module->ctx, merge->export_->options->stored, 64, 0, &quantise));
+  if (quantise.is_wanted)
+    EG_TRY(egi_export_four_bit(target.graph, &quantise));
+  else
+    EG_TRY(store_weights(merge, &target));
   if (target.module == merge->module) EG_TRY(spell_out(merge, target.graph));
   EG_TRY(egi_graph_tidy(target.graph)); /* weights that nothing takes any more go */
   if (target.module == merge->module) EG_TRY(egi_graph_call_bodies(target.graph, true, &count)); /* for any runtime */

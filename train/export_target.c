@@ -60,6 +60,7 @@ static bool needs_widening(const egi_merge *merge) {
 
 eg_status egi_merge_open(egi_merge *merge, bool may_widen) {
   static const char *const widen[] = {"widen_floats", "eliminate_common", "eliminate_dead"};
+  static const char *const quantise[] = {"quantize_base", "eliminate_dead"};
   static const egi_pipeline_options options = {.is_general = true};
   egi_arena_init(&merge->arena, merge->export_->ctx, EGI_PURPOSE_DATA);
   EG_TRY(egi_module_clone(merge->export_->model->module, &merge->module));
@@ -71,6 +72,13 @@ eg_status egi_merge_open(egi_merge *merge, bool may_widen) {
   merge->is_widened = may_widen && needs_widening(merge);
   if (merge->is_widened) {
     EG_TRY(egi_passes_run(merge->graph, widen, EGI_COUNT(widen), &options, NULL));
+    EG_TRY(find_all(merge));
+  }
+  const eg_export_options *o = merge->export_->options;
+  if (may_widen && o->base != EG_QUANT_NONE) {
+    egi_adapt_options adapt = {.n_adapters = 0};
+    EG_TRY(egi_quantise_options_make(merge->module->ctx, o->base, o->quant_block, o->double_quant, &adapt.quantise));
+    EG_TRY(egi_run_passes(merge->graph, quantise, EGI_COUNT(quantise), &adapt));
     EG_TRY(find_all(merge));
   }
   return egi_store_create(merge->module->ctx, merge->module, egi_backend_cpu(), &merge->store);

@@ -464,6 +464,8 @@ eg_status egi_export_adapter(const eg_model *model, const char *adapter, const e
 eg_status egi_export_merged(egi_export *export_, const char *path);
 eg_status egi_export_onnx_adapter(egi_export *export_, const char *path);
 eg_status egi_export_gguf(egi_export *export_, const char *path);
+/* Quantises the layers of a recognised graph as training would, and makes MatMulBnb4 of them. */
+eg_status egi_export_four_bit(egi_graph *graph, const egi_quantise_options *options);
 
 /* export_target.c: the graph that is changed and written. */
 typedef struct egi_export_target {

@@ -100,6 +100,56 @@ static void test_files(void **state) {
   }
 }
 
+/* Matrices of 4 bits: the loss is that of the merged model, which they round, and MatMulBnb4 is read back. */
+static void test_four_bits(void **state) {
+  api_fixture *fixture = *state;
+  char path[256];
+  eg_model *merged;
+  trained t = train(fixture, load(fixture, "llama/model.dynamo-op23-sdpa.onnx"), "all-linear");
+  eg_export_options options = EG_EXPORT_OPTIONS_INIT;
+  options.format = EG_EXPORT_MERGED;
+  options.stored = EG_QUANT_NF4;
+  api_path(fixture, path, sizeof path, "merged.onnx");
+  api_must(fixture->ctx, eg_model_export_adapter(t.model, t.adapter, &options, path));
+  api_must(fixture->ctx, eg_model_load(fixture->ctx, path, NULL, &merged));
+  uint32_t n_codes = 0;
+  for (uint32_t i = 1; i < merged->module->n_weights; i++)
+    n_codes += merged->module->weights[i].dtype == EG_DTYPE_U8 && merged->module->weights[i].rank == 1;
+  assert_int_equal(n_codes, 14);
+  double loss = loss_of(fixture, merged, t.dataset, NULL);
+  assert_true(fabs(loss - t.loss) <= 0.1 * t.loss);
+  eg_model_destroy(merged);
+  drop(&t);
+}
+
+/* Added to the dequantised base, the adapter has the loss that it has beside the quantised one. */
+static void test_dequantised_base(void **state) {
+  static const char *const names[] = {"llama/model.dynamo-op23-sdpa.onnx", "llama/model.dynamo-op23-sdpa-float16.onnx",
+                                      "gpt2/model.dynamo-op20-eager.onnx"};
+  api_fixture *fixture = *state;
+  char path[256];
+  for (size_t i = 0; i < EGI_COUNT(names); i++) {
+    trained t = train(fixture, load(fixture, names[i]), "all-linear");
+    egi_evaluate_options evaluate = {.adapter = t.adapter, .tokens = 64};
+    eg_export_options options = EG_EXPORT_OPTIONS_INIT;
+    eg_model *merged;
+    double wanted;
+    options.format = EG_EXPORT_MERGED;
+    options.base = EG_QUANT_NF4;
+    options.quant_block = 32;
+    api_must(fixture->ctx, egi_quantise_options_make(fixture->ctx, EG_QUANT_NF4, 32, 1, &evaluate.quantise));
+    api_must(fixture->ctx, egi_evaluate_model(t.model, &evaluate, t.dataset->documents, &wanted));
+    assert_true(fabs(wanted - t.loss) >= 1e-4 * t.loss); /* quantising shows */
+    api_path(fixture, path, sizeof path, "merged.onnx");
+    api_must(fixture->ctx, eg_model_export_adapter(t.model, t.adapter, &options, path));
+    api_must(fixture->ctx, eg_model_load(fixture->ctx, path, NULL, &merged));
+    double loss = loss_of(fixture, merged, t.dataset, NULL);
+    if (!(fabs(loss - wanted) <= 1e-5 * wanted)) fail_msg("%s: loss %g, not %g", names[i], loss, wanted);
+    eg_model_destroy(merged);
+    drop(&t);
+  }
+}
+
 static uint32_t count_of(const eg_model *model, eg_dtype dtype) {
   uint32_t count = 0;
   for (uint32_t i = 1; i < model->module->n_weights; i++)
@@ -316,6 +366,10 @@ static void test_refused(void **state) {
   options.is_portable = 1;
   assert_int_equal(eg_model_export_adapter(t.model, t.adapter, &options, path), EG_ERROR_ARGUMENT);
   options.is_portable = 0;
+  options.format = EG_EXPORT_GGUF;
+  options.stored = EG_QUANT_NF4;
+  assert_int_equal(eg_model_export_adapter(t.model, t.adapter, &options, path), EG_ERROR_ARGUMENT);
+  options.stored = EG_QUANT_NONE;
   options.dtype = EG_DTYPE_I8;
   assert_int_equal(eg_model_export_adapter(t.model, t.adapter, &options, path), EG_ERROR_ARGUMENT);
   assert_int_equal(eg_model_export_adapter(t.model, NULL, &options, path), EG_ERROR_ARGUMENT);
@@ -329,6 +383,8 @@ int main(void) {
       cmocka_unit_test_setup_teardown(test_merged, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_files, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_types, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_four_bits, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_dequantised_base, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_tied_head, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_onnx_adapter, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_gguf, api_setup, api_teardown),

@@ -236,6 +236,10 @@ holds adapter.gguf 'blk\.0\.attn_q\.weight\.lora_a'
 good export model.onnx --adapter run --format onnx_adapter -o lora
 there lora/adapter.onnx_adapter
 good eval lora/model.onnx --data data.jsonl
+good export model.onnx --adapter run --format merged --base dequantised --dtype nf4 --data data.jsonl -o merged/nf4
+holds out '^loss [0-9.]+ in the original base, [0-9.]+ in the dequantised one \(nf4, blocks of 64\)$'
+good eval merged/nf4/model.onnx --data data.jsonl
+bad 1 'for merged models' export model.onnx --adapter run --format gguf --dtype nf4 -o x.gguf
 for dtype in f32 f16 bf16; do
   good export model.onnx --adapter run --format merged --dtype $dtype -o merged/$dtype
   good eval merged/$dtype/model.onnx --data data.jsonl --json

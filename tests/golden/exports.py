@@ -155,6 +155,10 @@ def check(engraft, path, scratch):
         run(engraft, "export", path, "--adapter", f"{scratch}/adapter", "--format", "merged", "--dtype", dtype, "-o",
             f"{scratch}/merged.onnx")
         compare(f"merged {dtype}", check_file(f"{scratch}/merged.onnx"), adapted, tolerance)
+    run(engraft, "export", path, "--adapter", f"{scratch}/adapter", "--format", "merged", "--dtype", "nf4", "-o",
+        f"{scratch}/merged.onnx")
+    rounded = own_logits(engraft, f"{scratch}/merged.onnx", ids, scratch)
+    compare("merged nf4", check_file(f"{scratch}/merged.onnx"), rounded, TOLERANCE)
     run(engraft, "export", path, "--adapter", f"{scratch}/adapter", "--format", "onnx_adapter", "-o",
         f"{scratch}/a.onnx_adapter")
     adapter = onnxruntime.LoraAdapter()

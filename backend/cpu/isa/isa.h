@@ -181,8 +181,8 @@ typedef struct egi_adamw {
   float *parameters, *moment1, *moment2;
   const float *gradients;
   int64_t n;
-  float gradient_factor; /* clip coefficient and 1/targets */
-  float keep;            /* 1 - rate · decay */
+  float gradient_factor;                                              /* clip coefficient and 1/targets */
+  float keep;                                                         /* 1 - rate · decay */
   float rate, beta2, rest1, rest2, epsilon, correction1, correction2; /* rest: 1 - beta */
 } egi_adamw;
 
