@@ -6,8 +6,8 @@ LIBRARY.so holds the launchers of backend/cuda/attention.h (target egi_cuda_atte
 4 * head size * query heads * sum of length^2 / 2 forward and 2.5 times that backward (five products), whatever a kernel
 really multiplies. Times are medians of CUDA events around single calls; the plan, made once a micro-batch and shared by
 all layers, is timed by itself. What packed rows cost beyond their share is their time over that of 4 x 4096 in the same
-run, each divided by its FLOP; since events and launch add 3 to 4 us to so short a call, packed rows are also timed as
-one of ten calls in a replayed graph. Errors are against float64.
+run, each divided by its FLOP; packed rows are also timed as one of ten calls in a replayed graph, without what events and
+launches add. Errors are against float64.
 """
 import argparse
 import ctypes
