@@ -300,7 +300,8 @@ __global__ void __launch_bounds__(Shape::threads, Shape::blocks) attention_backw
   const egi_cuda_attention &a = g.a;
   if (threadIdx.x == 0) item = atomicAdd(g.next_item, 1);
   __syncthreads();
-  const work_item work = find_work(item, g.n_tiles, a.n_kv_heads, g.heads_per_group);
+  /* all heads of a tile, then the next: who waits for each other begins as far apart as can be */
+  const work_item work = {item / a.n_kv_heads, item % a.n_kv_heads};
   const int first_key = work.tile * Shape::keys, n_keys = static_cast<int>(a.n_keys);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row_in_tile = 16 * Shape::m_tiles * (warp / Shape::parts);
   key_state<Shape::m_tiles> keys;
@@ -318,11 +319,9 @@ __global__ void __launch_bounds__(Shape::threads, Shape::blocks) attention_backw
 
 template <class Element, class Shape> egi_cuda_status launch(const egi_cuda_attention &a, cudaStream_t stream) {
   const attention_workspace w = carve_workspace(a, WORKSPACE_BACKWARD_MMA);
-  backward_arguments g = {a, w.row_pairs, w.padded_rows, w.dq_sums, w.dq_counts + 1, w.dq_counts, 0, 0, 0};
+  backward_arguments g = {a, w.row_pairs, w.padded_rows, w.dq_sums, w.dq_counts + 1, w.dq_counts, 0, 0};
   g.n_tiles = static_cast<int>((a.n_keys + Shape::keys - 1) / Shape::keys);
   g.n_query_tiles = static_cast<int>((a.n_queries + Shape::queries - 1) / Shape::queries);
-  const int row_bytes = 2 * (a.head_dim + a.value_dim) * (a.n_heads / a.n_kv_heads);
-  g.heads_per_group = heads_in_cache(a.n_queries, row_bytes, a.n_kv_heads, 1, g.n_tiles);
   static_assert(Shape::queries >= LEAST_DQ_ROWS && MOST_DQ_ROWS % Shape::queries == 0, "counts have no room");
   static_assert(Shape::dq_floats == Shape::queries * dq_row_floats(Shape::head_dim), "sums have no room");
   const size_t n_counts = 1 + static_cast<size_t>(a.n_heads) * static_cast<size_t>(g.n_query_tiles);

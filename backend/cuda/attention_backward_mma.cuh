@@ -54,7 +54,7 @@ struct backward_arguments {
   float *dq_sums; /* [n_heads, n_query_tiles] tiles in the order of the warps' registers */
   int *dq_counts; /* [n_heads, n_query_tiles] key tiles that have been added */
   int *next_item; /* counts the blocks that have started */
-  int n_tiles, n_query_tiles, heads_per_group;
+  int n_tiles, n_query_tiles;
 };
 
 /* A warp's part of d_q of a step: rows and columns of ds^T k over the block's keys. */
