@@ -9,7 +9,7 @@
 #define COUNTERS "trainer.counters" /* i64 [COUNTER_COUNT] */
 #define SETTINGS "trainer.settings" /* u8: lines "name=value" */
 
-enum { STATE_VERSION = 1, COUNTER_COUNT = 4 };
+enum { STATE_VERSION = 1, COUNTER_COUNT = 5 };
 
 /* A run of a pool's bytes as a tensor of the file. */
 typedef struct piece {
@@ -152,6 +152,7 @@ static void add_settings(const eg_trainer *trainer, egi_text *text) {
   egi_text_format(text, "optimizer=%d\nmoment_floor=%d\nlora_plus=%.17g\nloss=%d\npooling=%d\nsimilarity_scale=%.17g\n",
                   (int)o->optimizer, o->no_moment_floor == 0, o->lora_plus, (int)o->loss, (int)o->pooling,
                   o->similarity_scale);
+  egi_text_format(text, "dropout=%.17g\n", trainer->adapters.config.dropout);
   egi_text_format(text, "quant=%d\nquant_block=%" PRIu32 "\ndouble_quant=%d\n", (int)o->quant, o->quant_block,
                   o->double_quant != 0);
   egi_text_format(text, "weight_decay=%.17g\nbeta1=%.17g\nbeta2=%.17g\nepsilon=%.17g\nclip=%.17g\n", o->weight_decay,
@@ -186,7 +187,7 @@ static egi_safetensor vector_tensor(const char *name, eg_dtype dtype, const void
 
 static eg_status save(const eg_trainer *trainer, const char *path, const egi_text *settings, egi_arena *arena) {
   int64_t counters[COUNTER_COUNT] = {STATE_VERSION, (int64_t)trainer->step, (int64_t)trainer->n_updates,
-                                     (int64_t)trainer->next_batch};
+                                     (int64_t)trainer->next_batch, (int64_t)trainer->n_steps};
   float maps[2][256]; /* what codes of 8 bits stand for */
   piece_list list;
   EG_TRY(list_pieces(trainer, arena, &list));
@@ -297,6 +298,10 @@ static eg_status load(loader *l) {
   for (size_t i = 0; i < list.count; i++)
     EG_TRY(machine->backend->upload(egi_store_device(machine->store), memory_of(trainer, &list.pieces[i]),
                                     tensors[i]->data, (size_t)tensors[i]->size_bytes));
+  if ((uint64_t)counters[4] != trainer->n_steps && trainer->options.schedule != EG_SCHEDULE_CONSTANT)
+    egi_log(trainer->ctx, EG_LOG_WARNING,
+            "%s: that run was to have %" PRId64 " steps, this one has %" PRIu64 ": the learning rates differ", l->path,
+            counters[4], trainer->n_steps);
   trainer->step = (uint64_t)counters[1];
   trainer->n_updates = (uint64_t)counters[2];
   trainer->next_batch = (size_t)counters[3];

@@ -112,6 +112,24 @@ static void test_refused(void **state) {
   drop_setting(&s);
 }
 
+/* More steps are allowed; where the schedule follows their number, a warning says what that means. */
+static void test_longer(void **state) {
+  api_fixture *fixture = *state;
+  char path[256];
+  setting s = make_setting(fixture, false);
+  eg_trainer *trainer = make_trainer(fixture, &s);
+  api_path(fixture, path, sizeof path, "state.safetensors");
+  api_must(fixture->ctx, eg_trainer_save_state(trainer, path));
+  eg_trainer_destroy(trainer);
+  s.options.n_steps++;
+  trainer = make_trainer(fixture, &s);
+  fixture->warning[0] = '\0';
+  api_must(fixture->ctx, eg_trainer_load_state(trainer, path));
+  assert_non_null(strstr(fixture->warning, "the learning rates differ"));
+  eg_trainer_destroy(trainer);
+  drop_setting(&s);
+}
+
 /* A file that ends early, anywhere, is refused. */
 static void test_truncated(void **state) {
   api_fixture *fixture = *state;
@@ -140,6 +158,7 @@ int main(void) {
       cmocka_unit_test_setup_teardown(test_adapters, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_full, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_refused, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_longer, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_truncated, api_setup, api_teardown),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
