@@ -214,10 +214,22 @@ static eg_status make_tensors(egi_module *module, const egi_quantisation *q) {
   return EG_OK;
 }
 
+static eg_status make_decoded(egi_module *module, uint32_t index) {
+  egi_weight *weight = &module->weights[index];
+  uint64_t size_bytes = 0;
+  EG_TRY(egi_weight_bytes(module->ctx, weight, &size_bytes));
+  uint8_t *data = egi_arena_get(&module->arena, (size_t)size_bytes, 1);
+  if (data == NULL) return EG_ERROR_MEMORY;
+  EG_TRY(egi_weight_write(module->ctx, weight, data));
+  weight->bytes = (egi_bytes){.kind = EGI_BYTES_MEMORY, .data = data, .size_bytes = size_bytes};
+  return EG_OK;
+}
+
 eg_status egi_quantise_module(egi_module *module) {
   for (uint32_t i = 1; i < module->n_weights; i++) {
     const egi_bytes *bytes = &module->weights[i].bytes;
     if (bytes->kind == EGI_BYTES_QUANTISED) EG_TRY(make_tensors(module, bytes->quantisation));
+    if (bytes->kind == EGI_BYTES_MXFP4) EG_TRY(make_decoded(module, i));
   }
   return EG_OK;
 }

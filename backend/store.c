@@ -1,6 +1,7 @@
 /* Weights and state pools of a module on one device, shared by all sessions over it. Weight bytes are made resident
  * when the first plan asks for them. */
 #include <inttypes.h>
+#include <math.h>
 
 #include "backend/plan.h"
 
@@ -104,10 +105,46 @@ static eg_status write_parts(eg_context *ctx, const egi_weight *weight, uint64_t
   return egi_fail(ctx, EG_ERROR_INTERNAL, "weight \"%s\" has other parts than its shape says", weight->name);
 }
 
+/* ---- numbers that are decoded ---------------------------------------------------------------------------------- */
+
+enum { MX_BLOCK = 32, DECODE_CHUNK = 1 << 10 };
+
+typedef struct decoding {
+  const egi_weight *weight;
+  void *dst;
+  uint64_t n_blocks;
+} decoding;
+
+/* Products of a code by a power of two are exact in every float type that a weight may have. Scale 255 is NaN. */
+static void decode_chunk(void *argument, size_t index, size_t worker) {
+  static const double levels[8] = {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0};
+  const decoding *run = argument;
+  const egi_bytes_part *parts = run->weight->bytes.parts;
+  uint64_t end = ((uint64_t)index + 1) * DECODE_CHUNK;
+  (void)worker;
+  for (uint64_t b = (uint64_t)index * DECODE_CHUNK; b < end && b < run->n_blocks; b++) {
+    double scale = parts[1].data[b] == 255 ? (double)NAN : ldexp(1.0, (int)parts[1].data[b] - 127);
+    for (unsigned i = 0; i < MX_BLOCK; i++) {
+      unsigned code = (unsigned)parts[0].data[(b * MX_BLOCK + i) / 2] >> (i % 2 * 4) & 15U;
+      double value = levels[code & 7U] * scale;
+      (void)write_number(run->weight->dtype, code & 8U ? -value : value, run->dst, b * MX_BLOCK + i);
+    }
+  }
+}
+
+static void write_decoded(eg_context *ctx, const egi_weight *weight, uint64_t size_bytes, void *dst) {
+  decoding run = {weight, dst, size_bytes / egi_whole_bytes(weight->dtype) / MX_BLOCK};
+  egi_pool_run(egi_context_pool(ctx), (size_t)((run.n_blocks + DECODE_CHUNK - 1) / DECODE_CHUNK), decode_chunk, &run);
+}
+
 eg_status egi_weight_write(eg_context *ctx, const egi_weight *weight, void *dst) {
   uint64_t size_bytes = 0, probe[2] = {0};
   EG_TRY(egi_weight_bytes(ctx, weight, &size_bytes));
   if (weight->bytes.kind == EGI_BYTES_PARTS) return write_parts(ctx, weight, size_bytes, dst);
+  if (weight->bytes.kind == EGI_BYTES_MXFP4) {
+    write_decoded(ctx, weight, size_bytes, dst);
+    return EG_OK;
+  }
   if (weight->bytes.kind == EGI_BYTES_QUANTISED) {
     egi_quantised_memory memory = {{NULL}};
     memory.parts[weight->bytes.quantised_tensor] = dst;

@@ -137,10 +137,12 @@ egi_op egi_op_find(const char *domain, const char *name);
 
 /* Where the bytes of a weight are. */
 typedef enum egi_bytes_kind {
-  EGI_BYTES_MEMORY,   /* `data`: a mapped file, or memory of the arena */
-  EGI_BYTES_NORMAL,   /* normal(mean 0, std) numbers made at load from (seed, weight name) */
-  EGI_BYTES_FILL,     /* every element is `value` */
-  EGI_BYTES_PARTS,    /* `parts` one after the other */
+  EGI_BYTES_MEMORY, /* `data`: a mapped file, or memory of the arena */
+  EGI_BYTES_NORMAL, /* normal(mean 0, std) numbers made at load from (seed, weight name) */
+  EGI_BYTES_FILL,   /* every element is `value` */
+  EGI_BYTES_PARTS,  /* `parts` one after the other */
+  EGI_BYTES_MXFP4,  /* floats in the last dim's blocks of 32: parts[0] float4e2m1, the first in the low half of a byte,
+                       times parts[1] float8e8m0, one a block */
   EGI_BYTES_QUANTISED /* one of the tensors that `quantisation` makes at load */
 } egi_bytes_kind;
 

@@ -173,6 +173,8 @@ typedef struct egi_linear_shape {
 /* huggingface_coded.c: the same where the files hold the entered module's weight as codes of bitsandbytes; 0: they do
  * not. */
 egi_value_id egi_decoder_coded_linear(egi_decoder_builder *b, egi_value_id x, egi_linear_shape shape);
+/* A stack [E, in, out] from MXFP4 codes [E, out, in] (dims); 0: the files have none. */
+egi_value_id egi_decoder_coded_stack(egi_decoder_builder *b, const char *part, const int64_t dims[3]);
 egi_value_id egi_decoder_linear(egi_decoder_builder *b, const char *module, const char *name, egi_value_id x,
                                 egi_linear_shape shape);
 egi_value_id egi_decoder_norm(egi_decoder_builder *b, const char *module, const char *name, egi_value_id x,

@@ -1,7 +1,10 @@
-/* Linear layers whose weight lies in the files as 4-bit codes of bitsandbytes: a Linear of storage bnb4 over the files'
- * own bytes. Computed in float32, as its kernels do. */
+/* Weights that lie in the files as 4-bit codes, over the files' own bytes. Linear layers of bitsandbytes: a Linear of
+ * storage bnb4, computed in float32, as its kernels do. Experts in MXFP4, as gpt-oss has them: float4e2m1 in blocks of
+ * 32 with scales float8e8m0 (Open Compute Project, Microscaling Formats 1.0), which a DequantizeLinear multiplies. */
 #include "graph/linear.h"
 #include "io/huggingface.h"
+
+#include <string.h>
 
 static eg_status find_tensor(void *userdata, const char *name, const egi_safetensor **out_tensor) {
   egi_weight_location found;
@@ -79,4 +82,61 @@ egi_value_id egi_decoder_coded_linear(egi_decoder_builder *b, egi_value_id x, eg
   eg_status status = name != NULL ? emit(b, x, shape, name, &y) : EG_ERROR_MEMORY;
   if (b->emit.status == EG_OK) b->emit.status = status;
   return b->emit.status == EG_OK ? y : 0;
+}
+
+/* ---- MXFP4 ------------------------------------------------------------------------------------------------------ */
+
+enum { MX_BLOCK = 32 };
+
+/* "<part>_blocks" u8 [.., K / 32, 16] and "<part>_scales" u8 [.., K / 32] under the type and shape that they stand for.
+ */
+static eg_status add_typed(egi_decoder_builder *b, const char *name, eg_dtype dtype, const int64_t dims[3],
+                           egi_value_id *out) {
+  eg_context *ctx = b->graph->module->ctx;
+  egi_weight weight = {.name = name, .dtype = dtype, .rank = 3};
+  egi_weight_location found;
+  uint64_t bytes = 0;
+  uint32_t index;
+  memcpy(weight.dims, dims, 3 * sizeof *dims);
+  EG_TRY(egi_weight_files_find(b->options->weights, name, &found));
+  if (found.tensor == NULL)
+    return egi_fail(ctx, EG_ERROR_FORMAT, "%s: no tensor \"%s\"", egi_weight_files_directory(b->options->weights),
+                    name);
+  if (!egi_dtype_bytes(dtype, (uint64_t)(dims[0] * dims[1] * dims[2]), &bytes) || found.tensor->dtype != EG_DTYPE_U8 ||
+      found.tensor->size_bytes != bytes)
+    return egi_fail(ctx, EG_ERROR_FORMAT, "%s: tensor \"%s\" does not hold [%lld,%lld,%lld] of %s", found.path, name,
+                    (long long)dims[0], (long long)dims[1], (long long)dims[2], egi_dtype_name(dtype));
+  EG_TRY(egi_decoder_refer(b, &found, &weight.bytes));
+  EG_TRY(egi_module_add_weight(b->graph->module, &weight, &index));
+  return egi_graph_add_weight(b->graph, index, out);
+}
+
+static eg_status emit_mx(egi_decoder_builder *b, const char *part, const int64_t dims[3], egi_value_id *out) {
+  static const int64_t turned[] = {0, 2, 1};
+  egi_arena *arena = &b->graph->module->arena;
+  const int64_t scales[3] = {dims[0], dims[1], dims[2] / MX_BLOCK};
+  const char *names[2] = {egi_arena_format(arena, "%s.%s_blocks", b->emit.scope, part),
+                          egi_arena_format(arena, "%s.%s_scales", b->emit.scope, part)};
+  egi_value_id inputs[2] = {0, 0};
+  if (!names[0] || !names[1]) return EG_ERROR_MEMORY;
+  if (dims[2] % MX_BLOCK != 0)
+    return egi_fail(b->graph->module->ctx, EG_ERROR_FORMAT, "tensor \"%s\": rows of %lld numbers are no whole blocks",
+                    names[0], (long long)dims[2]);
+  EG_TRY(add_typed(b, names[0], EG_DTYPE_F4E2M1, dims, &inputs[0]));
+  EG_TRY(add_typed(b, names[1], EG_DTYPE_F8E8M0, scales, &inputs[1]));
+  const egi_attribute attributes[] = {
+      egi_attribute_int("axis", 2), egi_attribute_int("block_size", MX_BLOCK),
+      egi_attribute_int("output_dtype", b->dtype == EG_DTYPE_BF16 ? EG_DTYPE_BF16 : EG_DTYPE_F32)};
+  egi_value_id numbers = egi_emit(&b->emit, EGI_OP_DequantizeLinear, inputs, 2, attributes, 3);
+  *out = egi_decoder_transpose(b, egi_emit_cast(&b->emit, numbers, b->dtype), turned, 3);
+  return b->emit.status;
+}
+
+egi_value_id egi_decoder_coded_stack(egi_decoder_builder *b, const char *part, const int64_t dims[3]) {
+  egi_value_id stack = 0;
+  const char *blocks = egi_arena_format(&b->graph->module->arena, "%s_blocks", part);
+  if (b->emit.status != EG_OK || blocks == NULL || !egi_decoder_has_tensor(b, blocks)) return 0;
+  eg_status status = emit_mx(b, part, dims, &stack);
+  if (b->emit.status == EG_OK) b->emit.status = status;
+  return b->emit.status == EG_OK ? stack : 0;
 }

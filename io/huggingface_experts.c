@@ -84,7 +84,9 @@ static egi_value_id multiply_stack(egi_decoder_builder *b, const char *part, egi
   static const int64_t turned[] = {0, 2, 1};
   bool is_in_out = b->config->family->experts == EGI_EXPERTS_CLAMPED;
   const int64_t dims[3] = {b->config->n_experts, is_in_out ? in : out, is_in_out ? out : in};
-  egi_value_id weight = egi_decoder_matrix(b, part, 3, dims);
+  const int64_t coded[3] = {b->config->n_experts, out, in};
+  egi_value_id weight = is_in_out ? egi_decoder_coded_stack(b, part, coded) : 0;
+  if (weight == 0) weight = egi_decoder_matrix(b, part, 3, dims);
   if (!is_in_out) weight = egi_decoder_transpose(b, weight, turned, 3);
   return egi_emit_binary(&b->emit, EGI_OP_MatMul, x, weight);
 }

@@ -125,6 +125,48 @@ static eg_status fold_constant_node(folder *state, egi_node_id id) {
   return EG_OK;
 }
 
+/* Stacks of matrices in MXFP4 become float weights that are decoded when they are loaded: nothing else can hold them.
+ */
+static eg_status fold_blocks(folder *state, egi_node_id id, bool *out_done) {
+  enum { MX_BLOCK = 32 };
+  egi_graph *graph = state->graph;
+  egi_module *module = graph->module;
+  const egi_node *node = &graph->nodes[id];
+  *out_done = false;
+  if (node->op != EGI_OP_DequantizeLinear || (node->n_inputs > 2 && node->inputs[2] != 0)) return EG_OK;
+  const egi_value *codes = &graph->values[node->inputs[0]], *scales = &graph->values[node->inputs[1]];
+  const egi_value *result = &graph->values[node->outputs[0]];
+  int64_t axis = egi_node_int(node, "axis", 1);
+  if (codes->kind != EGI_VALUE_WEIGHT || codes->dtype != EG_DTYPE_F4E2M1 || scales->kind != EGI_VALUE_WEIGHT ||
+      scales->dtype != EG_DTYPE_F8E8M0 || egi_node_int(node, "block_size", 0) != MX_BLOCK)
+    return EG_OK;
+  const egi_weight *from = &module->weights[codes->index], *by = &module->weights[scales->index];
+  if (from->rank != 3 || (axis != 2 && axis != -1) || from->dims[2] % MX_BLOCK != 0 ||
+      from->bytes.kind != EGI_BYTES_MEMORY || by->bytes.kind != EGI_BYTES_MEMORY ||
+      (result->dtype != EG_DTYPE_F32 && result->dtype != EG_DTYPE_BF16) || egi_graph_is_output(graph, node->outputs[0]))
+    return EG_OK;
+  egi_bytes_part *parts = EGI_NEW(&module->arena, egi_bytes_part, 2);
+  egi_value_id constant = 0;
+  uint32_t index = 0;
+  egi_weight weight = *from;
+  if (!parts) return EG_ERROR_MEMORY;
+  parts[0].data = from->bytes.data;
+  parts[1].data = by->bytes.data;
+  weight.dtype = result->dtype;
+  weight.bytes = (egi_bytes){.kind = EGI_BYTES_MXFP4, .parts = parts, .n_parts = 2};
+  if (egi_has_suffix(weight.name, "_blocks"))
+    weight.name = egi_arena_copy_text(&module->arena, weight.name, strlen(weight.name) - strlen("_blocks"));
+  if (!weight.name) return EG_ERROR_MEMORY;
+  EG_TRY(egi_module_add_weight(module, &weight, &index));
+  EG_TRY(egi_graph_add_weight(graph, index, &constant));
+  EG_TRY(egi_redirect_put(&state->redirect, graph->nodes[id].outputs[0], constant, out_done));
+  if (!*out_done) return EG_OK;
+  egi_graph_remove_node(graph, id);
+  state->run->report->n_matched++;
+  state->run->has_changed = true;
+  return EG_OK;
+}
+
 static eg_status fold_node(folder *state, egi_node_id id) {
   egi_graph *graph = state->graph;
   const egi_evaluator *evaluator = graph->module->evaluator;
@@ -132,8 +174,10 @@ static eg_status fold_node(folder *state, egi_node_id id) {
   uint64_t input_bytes = 0, result_bytes = 0;
   memset(outputs, 0, sizeof(outputs));
   egi_redirect_node(&state->redirect, id);
+  bool is_done = false;
+  EG_TRY(fold_blocks(state, id, &is_done));
   const egi_node *node = &graph->nodes[id];
-  if (!is_foldable(graph, node)) return EG_OK;
+  if (is_done || !is_foldable(graph, node)) return EG_OK;
   if (holds_tensor(node)) return fold_constant_node(state, id);
   state->run->report->n_tried++;
   if (state->has_new_sizes) EG_TRY(egi_infer_node(graph, id));

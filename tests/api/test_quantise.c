@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "backend/quantise.h"
+#include "backend/plan.h"
 #include "base/blockwise.h"
 
 enum { N_STEPS = 4 };
@@ -366,7 +366,7 @@ static void write_folder(api_fixture *fixture, egi_arena *arena, bool is_nested)
   egi_safetensors_close(file);
 }
 
-static eg_model *load_folder(api_fixture *fixture, const char *folder) {
+static eg_model *load_new(api_fixture *fixture, const char *folder, const char *config) {
   eg_context *ctx = fixture->ctx;
   char path[256];
   egi_weight_files *weights;
@@ -375,7 +375,7 @@ static eg_model *load_folder(api_fixture *fixture, const char *folder) {
   uint32_t n_calls = 0;
   api_must(ctx, egi_weight_files_open(ctx, folder, &weights));
   const egi_new_options options = {EG_DTYPE_UNDEFINED, 0, weights};
-  api_must(ctx, egi_huggingface_new(ctx, EGI_TEST_DATA "/qwen3/hf/config.json", &options, &module));
+  api_must(ctx, egi_huggingface_new(ctx, config, &options, &module));
   api_must(ctx, egi_graph_call_bodies(module->graphs[0], EGI_BODIES_OWN, &n_calls));
   (void)snprintf(path, sizeof path, "%s/new.onnx", folder);
   api_must(ctx, egi_module_export(module, module->graphs[0], path));
@@ -395,7 +395,7 @@ static void test_folders(void **state) {
     char path[256];
     egi_arena_init(&arena, fixture->ctx, EGI_PURPOSE_DATA);
     write_folder(fixture, &arena, is_nested != 0);
-    eg_model *codes = load_folder(fixture, fixture->directory);
+    eg_model *codes = load_new(fixture, fixture->directory, EGI_TEST_DATA "/qwen3/hf/config.json");
     eg_model *floats = load(fixture->ctx, "qwen3/model.dynamo-op23-sdpa.onnx");
     eg_dataset *dataset = api_dataset(fixture->ctx, 4, 12);
     egi_evaluate_options options = {.tokens = 64};
@@ -411,12 +411,116 @@ static void test_folders(void **state) {
   }
 }
 
+/* ---- gpt-oss's own files ---- */
+
+#define GPT_OSS                                                                                                    \
+  "{\"model_type\":\"gpt_oss\",\"hidden_size\":32,\"intermediate_size\":32,\"num_hidden_layers\":1,"               \
+  "\"num_attention_heads\":2,\"num_key_value_heads\":1,\"head_dim\":16,\"vocab_size\":48,\"num_local_experts\":2," \
+  "\"num_experts_per_tok\":1,\"max_position_embeddings\":64,\"sliding_window\":8,"                                 \
+  "\"layer_types\":[\"full_attention\"],\"rope_scaling\":{\"rope_type\":\"default\"}}"
+
+/* A stack [E, in, out] of codes that count up, and what they stand for. */
+static size_t encode_stack(egi_arena *arena, const egi_safetensor *from, bool is_coded, egi_safetensor *out) {
+  static const float levels[8] = {0, 0.5F, 1, 1.5F, 2, 3, 4, 6};
+  int64_t experts = from->dims[0], in = from->dims[1], rows = from->dims[2];
+  size_t n = (size_t)(experts * in * rows);
+  uint8_t *codes = egi_arena_get(arena, n / 2, 1), *scales = egi_arena_get(arena, n / 32, 1);
+  float *values = EGI_NEW(arena, float, n);
+  assert_true(codes && scales && values);
+  for (size_t i = 0; i < n; i++) {
+    unsigned code = (unsigned)(i * 7 + i / 13) & 15U, scale = 121 + (unsigned)(i / 32) % 3;
+    size_t e = i / (size_t)(rows * in), row = i / (size_t)in % (size_t)rows, column = i % (size_t)in;
+    codes[i / 2] = (uint8_t)(codes[i / 2] | code << (i % 2 * 4));
+    scales[i / 32] = (uint8_t)scale;
+    float value = ldexpf(levels[code & 7U], (int)scale - 127);
+    values[(e * (size_t)in + column) * (size_t)rows + row] = code & 8U ? -value : value;
+  }
+  if (!is_coded) {
+    *out = *from;
+    out->data = (const uint8_t *)values;
+    return 1;
+  }
+  out[0] = (egi_safetensor){
+      egi_arena_format(arena, "%s_blocks", from->name), EG_DTYPE_U8, 4, {experts, rows, in / 32, 16}, codes, n / 2};
+  out[1] = (egi_safetensor){
+      egi_arena_format(arena, "%s_scales", from->name), EG_DTYPE_U8, 3, {experts, rows, in / 32}, scales, n / 32};
+  return 2;
+}
+
+/* All parameters of the model, with experts as codes or as what these stand for. */
+static void write_experts(api_fixture *fixture, egi_arena *arena, const char *config, bool is_coded) {
+  eg_context *ctx = fixture->ctx;
+  const egi_new_options options = {EG_DTYPE_F32, 3, NULL};
+  egi_module *module;
+  char path[256];
+  size_t count = 0;
+  api_must(ctx, egi_huggingface_new(ctx, config, &options, &module));
+  egi_safetensor *tensors = EGI_NEW(arena, egi_safetensor, 2 * (size_t)module->n_weights);
+  for (uint32_t i = 1; i < module->n_weights; i++) {
+    const egi_weight *weight = &module->weights[i];
+    uint64_t bytes = 0;
+    if (!egi_has_suffix(weight->name, ".weight") && !egi_has_suffix(weight->name, ".bias") &&
+        !egi_has_suffix(weight->name, ".sinks") && strstr(weight->name, ".experts.") == NULL)
+      continue;
+    api_must(ctx, egi_weight_bytes(ctx, weight, &bytes));
+    uint8_t *data = egi_arena_get(arena, (size_t)bytes, 1);
+    api_must(ctx, egi_weight_write(ctx, weight, data));
+    egi_safetensor tensor = {
+        egi_arena_format(arena, "%s", weight->name), weight->dtype, weight->rank, {0}, data, bytes};
+    memcpy(tensor.dims, weight->dims, sizeof tensor.dims);
+    if (egi_has_suffix(weight->name, "_proj") && weight->rank == 3)
+      count += encode_stack(arena, &tensor, is_coded, tensors + count);
+    else
+      tensors[count++] = tensor;
+  }
+  egi_module_destroy(module);
+  api_path(fixture, path, sizeof path, "model.safetensors");
+  api_must(ctx, egi_safetensors_write(ctx, path, tensors, count));
+}
+
+static double loss_of_experts(api_fixture *fixture, bool is_coded, eg_quant quant) {
+  egi_arena arena;
+  char config[256], path[256];
+  double loss = 0;
+  egi_arena_init(&arena, fixture->ctx, EGI_PURPOSE_DATA);
+  api_write(fixture, "config.json", GPT_OSS);
+  api_path(fixture, config, sizeof config, "config.json");
+  write_experts(fixture, &arena, config, is_coded);
+  eg_model *model = load_new(fixture, fixture->directory, config);
+  eg_dataset *dataset = api_dataset(fixture->ctx, 4, 12);
+  egi_evaluate_options options = {.tokens = 64};
+  api_must(fixture->ctx, egi_quantise_options_make(fixture->ctx, quant, 64, 1, &options.quantise));
+  api_must(fixture->ctx, egi_evaluate_model(model, &options, dataset->documents, &loss));
+  eg_trainer_options training = quantised(quant, 64, 1);
+  eg_trainer *trainer;
+  api_must(fixture->ctx, eg_trainer_create(model, dataset, &training, &trainer)); /* the router is no target */
+  assert_int_equal(eg_trainer_parameter_count(trainer), 8);
+  eg_trainer_destroy(trainer);
+  eg_dataset_destroy(dataset);
+  eg_model_destroy(model);
+  (void)remove(config);
+  (void)remove(api_path(fixture, path, sizeof path, "model.safetensors"));
+  egi_arena_clear(&arena);
+  return loss;
+}
+
+static void test_mxfp4(void **state) {
+  api_fixture *fixture = *state;
+  double of_codes = loss_of_experts(fixture, true, EG_QUANT_NONE);
+  double of_values = loss_of_experts(fixture, false, EG_QUANT_NONE);
+  assert_true(fabs(of_codes - of_values) <= 1e-6 * of_values);
+  double again = loss_of_experts(fixture, true, EG_QUANT_NF4), wanted = loss_of_experts(fixture, false, EG_QUANT_NF4);
+  assert_true(fabs(again - wanted) <= 1e-6 * wanted);
+  assert_true(fabs(again - of_codes) > 1e-6);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test_setup_teardown(test_curves, api_setup, api_teardown),
                                      cmocka_unit_test_setup_teardown(test_left_alone, api_setup, api_teardown),
                                      cmocka_unit_test_setup_teardown(test_memory, api_setup, api_teardown),
                                      cmocka_unit_test_setup_teardown(test_refused, api_setup, api_teardown),
                                      cmocka_unit_test_setup_teardown(test_runner, api_setup, api_teardown),
-                                     cmocka_unit_test_setup_teardown(test_folders, api_setup, api_teardown)};
+                                     cmocka_unit_test_setup_teardown(test_folders, api_setup, api_teardown),
+                                     cmocka_unit_test_setup_teardown(test_mxfp4, api_setup, api_teardown)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
