@@ -5,7 +5,7 @@
  * weights are then sums over pieces: numbers differ in rounding). A block in tiles holds a Split and is left alone. */
 #include "passes/checkpoint.h"
 
-enum { DEFAULT_TILES = 4, MAX_TILES = 64 };
+enum { DEFAULT_TILES = 4, MAX_TILES = 64, CHUNK_ROWS = 1024 };
 
 typedef struct tiler {
   egi_pass_run *run;
@@ -150,6 +150,18 @@ static eg_status tile_block(tiler *t, uint32_t block, unsigned n_tiles) {
   return t->emit.status;
 }
 
+/* Head and loss are one operator that goes through its rows in chunks: they may have fewer rows. */
+static eg_status shorten_chunks(tiler *t, unsigned n_tiles) {
+  const egi_attribute rows = egi_attribute_int("rows", n_tiles < CHUNK_ROWS / 16 ? CHUNK_ROWS / n_tiles : 16);
+  for (egi_node_id id = 1; id < t->n_nodes; id++) {
+    const egi_node *node = &t->graph->nodes[id];
+    if (node->op != EGI_OP_LinearLogProbability || egi_node_int(node, "rows", 0) == rows.u.i) continue;
+    EG_TRY(egi_node_set_attribute(t->graph, id, &rows));
+    t->run->has_changed = true;
+  }
+  return EG_OK;
+}
+
 static void find_ranges(tiler *t) {
   for (egi_node_id id = t->n_nodes; id-- > 1;) {
     uint32_t block = t->blocks.of_node[id];
@@ -176,6 +188,7 @@ static eg_status tile(tiler *t) {
     t->run->report->n_tried++;
     if (can_tile(t, block)) EG_TRY(tile_block(t, block, n_tiles));
   }
+  if (n_tiles > 1) EG_TRY(shorten_chunks(t, n_tiles));
   for (egi_node_id id = 1; id < t->n_nodes; id++) {
     egi_node *node = &graph->nodes[id];
     for (unsigned i = 0; i < node->n_inputs; i++)

@@ -138,6 +138,18 @@ static int64_t count_classes(const egi_kernel_plan *plan, const linear_params *p
   return weight->rank == 2 ? weight->dims[1] : -1;
 }
 
+/* Rows at a time; `most` is what the node allows, 0: any number. */
+static void choose_rows(linear_params *p, int64_t most) {
+  int64_t there = ceil_divide(p->n_rows, 16) * 16, rows = BLOCK_ELEMENTS / (p->n_classes + 1);
+  if (most > 0 && most < there) there = most / 16 * 16;
+  if (most > 0 && there < 16) there = 16;
+  rows = rows < SHORT_ROWS ? SHORT_ROWS : rows / SHORT_ROWS * SHORT_ROWS;
+  p->n_tiles = ceil_divide(p->n_classes, TILE_CLASSES);
+  p->block_rows = smaller(smaller(rows, 2 * TALL_ROWS), there);
+  p->tile_rows = smaller(p->n_classes < FEW_CLASSES ? SHORT_ROWS : TALL_ROWS, there);
+  if (p->tile_rows < 16) p->tile_rows = 16;
+}
+
 static eg_status prepare(egi_kernel_plan *plan, bool is_gradient) {
   linear_params *p = EGI_NEW(plan->arena, linear_params, 1);
   if (!p) return EG_ERROR_MEMORY;
@@ -163,12 +175,7 @@ static eg_status prepare(egi_kernel_plan *plan, bool is_gradient) {
   if (is_gradient && has_output(plan->outputs, plan->n_outputs, 0))
     egi_rows_init(&p->d_hidden, &plan->outputs[0], plan->outputs[0].rank - 1);
   if (p->is_quantised) EG_TRY(egi_quantised_read(plan, weight_inputs[is_gradient], p->n_classes, p->size, &p->weight));
-  p->n_tiles = ceil_divide(p->n_classes, TILE_CLASSES);
-  int64_t rows = BLOCK_ELEMENTS / (p->n_classes + 1);
-  rows = rows < SHORT_ROWS ? SHORT_ROWS : rows / SHORT_ROWS * SHORT_ROWS;
-  p->block_rows = smaller(smaller(rows, 2 * TALL_ROWS), ceil_divide(p->n_rows, 16) * 16);
-  p->tile_rows = smaller(p->n_classes < FEW_CLASSES ? SHORT_ROWS : TALL_ROWS, ceil_divide(p->n_rows, 16) * 16);
-  if (p->tile_rows < 16) p->tile_rows = 16;
+  choose_rows(p, egi_node_int(egi_plan_node(plan), "rows", 0));
   p->scratch_bytes = product_bytes();
   if (p->is_quantised) p->scratch_bytes += EGI_QUANTISED_BLOCK * TILE_CLASSES * sizeof(float);
   plan->params = p;

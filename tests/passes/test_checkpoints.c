@@ -178,7 +178,7 @@ static void wide_blocks_become_tiles(void **state) {
               "%4 = RMSNormalization(%2, s)\n%5 = MatMul(%4, w)\n%6 = Tanh(%5)\n%7 = MatMul(%6, v)\n%8 = Add(%2, %7)\n"
               "%9 = RMSNormalization(%3, s)\n%10 = MatMul(%9, w)\n%11 = Tanh(%10)\n%12 = MatMul(%11, v)\n"
               "%13 = Add(%3, %12)\n%14 = Concat<axis=1>(%8, %13)\n"
-              "%15, %16 = LinearLogProbability(%14, h, engraft.labels)\n%17 = ReduceSum<keepdims=0>(%15)\n"
+              "%15, %16 = LinearLogProbability<rows=512>(%14, h, engraft.labels)\n%17 = ReduceSum<keepdims=0>(%15)\n"
               "%18 = Neg(%17)\n-> engraft.logp=%15\n-> engraft.loss=%18\n");
   pass_graph(fixture, "(int64[batch,sequence] input_ids) => (float[batch,sequence,5] logits)\n" WEIGHTS "\n"
                       "{ x0 = Gather (t, input_ids) u = MatMul (x0, w) c = CumSum (u, one) d = MatMul (c, v)\n"
