@@ -150,9 +150,11 @@ static eg_status check_options(eg_context *ctx, const eg_export_options *options
 }
 
 static eg_status write(egi_export *export_, const char *path) {
-  bool is_whole = export_->options->format == EG_EXPORT_PEFT && !export_->options->is_portable;
+  eg_export_format format = export_->options->format;
+  bool is_whole = (format == EG_EXPORT_PEFT && !export_->options->is_portable) || format == EG_EXPORT_MERGED;
   if (export_->adapters.config.parameters != NULL && !is_whole)
-    return egi_fail(export_->ctx, EG_ERROR_UNSUPPORTED, "adapters on experts can be written as PEFT's folders alone");
+    return egi_fail(export_->ctx, EG_ERROR_UNSUPPORTED,
+                    "adapters on experts can be written as PEFT's folders, not portable ones, and merged");
   switch (export_->options->format) {
   case EG_EXPORT_PEFT:
     return write_peft(export_, path);

@@ -11,6 +11,17 @@ static eg_status add_bias(egi_graph *graph, egi_value_id product, egi_value_id b
   return egi_graph_add_node(graph, &sum, &added);
 }
 
+/* MatMulBnb4's operands have one dim. */
+static void flatten(egi_graph *graph, egi_value_id id) {
+  egi_value *value = &graph->values[id];
+  egi_weight *weight = &graph->module->weights[value->index];
+  int64_t count = 1;
+  for (int i = 0; i < weight->rank; i++) count *= weight->dims[i];
+  weight->rank = value->rank = 1;
+  weight->dims[0] = count;
+  value->dims[0] = egi_dim_constant(graph->module->dims, count);
+}
+
 /* Its result keeps name and type. */
 static eg_status replace_linear(egi_graph *graph, egi_node_id id) {
   const egi_node old = graph->nodes[id];
@@ -32,6 +43,8 @@ static eg_status replace_linear(egi_graph *graph, egi_node_id id) {
                    .n_attributes = 4,
                    .outputs = &product,
                    .n_outputs = 1};
+  flatten(graph, inputs[1]);
+  flatten(graph, inputs[2]);
   egi_graph_remove_node(graph, id);
   if (bias != 0) EG_TRY(egi_graph_add_value(graph, NULL, &product));
   EG_TRY(egi_graph_add_node(graph, &node, &id));

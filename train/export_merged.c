@@ -39,7 +39,8 @@ static eg_status check_in_place(egi_merge *merge, bool *out_is_in_place) {
     n_linears[weight] += strcmp(paths[weight], merge->linears[i].path) == 0;
   }
   const eg_export_options *o = merge->export_->options;
-  *out_is_in_place = !merge->is_widened && o->base == EG_QUANT_NONE && o->stored == EG_QUANT_NONE;
+  *out_is_in_place = !merge->is_widened && o->base == EG_QUANT_NONE && o->stored == EG_QUANT_NONE &&
+                     merge->export_->adapters.config.parameters == NULL;
   for (size_t i = 0; i < merge->n_linears && *out_is_in_place; i++)
     if (merge->adapter_of[i] != UINT32_MAX) *out_is_in_place = is_sole_use(merge, i, n_operands, n_linears);
   return EG_OK;
@@ -151,6 +152,7 @@ static eg_status merge_all(egi_merge *merge, bool is_in_place) {
     if (merge->first_rows[i] == 0 && is_changed(merge, i))
       EG_TRY(merge_node(merge, i, is_in_place, &first_calls, places));
   if (is_in_place) return EG_OK;
+  if (merge->export_->adapters.config.parameters != NULL) EG_TRY(egi_merge_experts(merge));
   EG_TRY(egi_passes_run(merge->graph, clean, 1, &options, NULL));
   return egi_find_operands(merge->graph, &merge->arena, &merge->operands, &merge->n_operands);
 }
@@ -186,13 +188,15 @@ static eg_status store_weight(egi_merge *merge, const egi_export_target *target,
   return emit.status;
 }
 
-/* Value of the operand's weight in the graph that is written; 0: it is not there, or has the wanted type. */
+/* Value of the operand's weight in the graph that is written; 0: it is not there, or has the wanted type. A router's
+ * stays: rounded, it would send tokens to other experts. */
 static egi_value_id value_to_store(const egi_merge *merge, const egi_export_target *target, const egi_operand *operand,
                                    uint32_t *out_index) {
   const egi_graph *graph = target->graph;
   uint32_t index = merge->graph->values[operand->weight].index;
   eg_dtype dtype = merge->module->weights[index].dtype;
   bool is_wrong = dtype != merge->dtype && (dtype == EG_DTYPE_F32 || is_half(dtype));
+  if (merge->dtype != EG_DTYPE_F32 && index < merge->n_weights && merge->is_router[index]) return 0;
   *out_index = index;
   if (target->module != merge->module) index = index < target->n_weights ? target->weights[index] : 0;
   return is_matrix(operand) && is_wrong && index < graph->weight_values_capacity ? graph->weight_values[index] : 0;

@@ -12,6 +12,11 @@ static bool is_half(eg_dtype dtype) {
 
 /* Adapters by linear, and where a part's rows begin in its fused weight. */
 static eg_status match_linears(egi_merge *merge) {
+  merge->n_weights = merge->module->n_weights;
+  merge->is_router = EGI_NEW(&merge->arena, bool, merge->n_weights);
+  if (merge->is_router == NULL) return EG_ERROR_MEMORY;
+  for (size_t i = 0; i < merge->n_linears; i++)
+    if (merge->linears[i].is_router) merge->is_router[merge->graph->values[merge->linears[i].weight].index] = true;
   const egi_adapters *adapters = &merge->export_->adapters;
   egi_map targets;
   egi_map_init(&targets, &merge->arena);

@@ -491,6 +491,8 @@ typedef struct egi_merge {
   int64_t *first_rows;  /* by linear: of its rows in a fused weight */
   uint32_t *adapter_of; /* by linear: index in the adapters, or UINT32_MAX */
   uint32_t *operand_of; /* by node: 1 + the operand that is its matrix; 0: none */
+  bool *is_router;      /* by weight of the module when it was recognised */
+  uint32_t n_weights;
   egi_export_target raw;
   eg_dtype dtype; /* of matrices in the file to be written */
   bool is_widened;
@@ -509,6 +511,8 @@ eg_dtype egi_merge_input_dtype(const egi_merge *merge, size_t index);
 /* The matrix of a node, in the layout in which the graph has it, with the adapters of all its parts; `first` is the
  * first of its linears. Lives in `arena`. */
 eg_status egi_merge_weight(const egi_merge *merge, size_t first, egi_arena *arena, egi_merged *out_merged);
+/* Adapters on experts: the stacks of Hugging Face's model take the place of what the graph has. */
+eg_status egi_merge_experts(egi_merge *merge);
 /* A weight of the module in float32. */
 eg_status egi_merge_read(const egi_merge *merge, uint32_t weight, egi_arena *arena, float **out_values);
 
