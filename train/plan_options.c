@@ -47,8 +47,8 @@ void egi_trainer_plan_options(const eg_trainer *trainer, egi_text *out) {
     add_text(out, "rank_pattern", o->rank_pattern);
     add_text(out, "alpha_pattern", o->alpha_pattern);
   }
-  if (trainer->adapters.config.dropout > 0.0)
-    egi_text_format(out, ", \"dropout\": %.17g", trainer->adapters.config.dropout);
+  if (trainer->adapters.config.dropout > 0.0) /* whose places in the graph are keyed by the seed */
+    egi_text_format(out, ", \"dropout\": %.17g, \"seed\": %" PRIu64, trainer->adapters.config.dropout, o->seed);
   egi_text_format(out, ", \"parameters\": %" PRIu64 "}", trainer->machine.module->pool_elements[EGI_POOL_PARAMETERS]);
 }
 

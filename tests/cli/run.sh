@@ -292,6 +292,9 @@ good plan model.onnx --data data.jsonl --json
 holds out '"shapes": \[\{"rows": 1, "tokens": 12\}\]'
 good train model.onnx --data data.jsonl --out planned --tokens 64 --plan plan.json --steps 2
 bad 1 'plan.json: the plan is for rank 16, not 8' train model.onnx --data data.jsonl --out refused --tokens 64 --plan plan.json --rank 8
+good plan model.onnx --tokens 64 --lora-dropout 0.1 --seed 1 -o dropping.json
+bad 1 'the plan is for seed 1, not 2' train model.onnx --data data.jsonl --out refused --tokens 64 --lora-dropout 0.1 --seed 2 \
+  --plan dropping.json
 absent refused
 bad 1 'no-such.json' train model.onnx --data data.jsonl --out refused --plan no-such.json
 bad 1 'at least' plan model.onnx --memory-budget 100
