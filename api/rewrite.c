@@ -97,6 +97,7 @@ static eg_status choose_adapters(rewrite *r, const char *pass) {
   EG_TRY(egi_adapters_choose(r->module->graphs[0], o, &r->arena, &adapters));
   r->adapt.adapters = adapters.targets;
   r->adapt.n_adapters = adapters.count;
+  r->adapt.dropout = adapters.config.dropout;
   r->has_adapters = true;
   return EG_OK;
 }
@@ -155,8 +156,11 @@ eg_status eg_model_rewrite_training(eg_model *model, const char *passes, const e
   EG_TRY(egi_read_options(model->ctx, options, &r.training, sizeof r.training));
   EG_TRY(egi_module_clone(model->module, &r.module));
   egi_arena_init(&r.arena, model->ctx, EGI_PURPOSE_GRAPH);
+  const egi_machine machine = {.ctx = model->ctx, .backend = egi_backend_cpu()};
   r.adapt = (egi_adapt_options){.is_full = r.training.full != 0,
                                 .has_gradient = true,
+                                .is_loop = r.training.moe_dispatch == EG_MOE_LOOP,
+                                .seed = r.training.seed,
                                 .loss = r.training.loss != EG_LOSS_AUTO ? r.training.loss : EG_LOSS_NEXT_TOKEN,
                                 .pooling = r.training.pooling,
                                 .similarity_scale = r.training.similarity_scale};
@@ -164,8 +168,11 @@ eg_status eg_model_rewrite_training(eg_model *model, const char *passes, const e
                                      .verify = verify != 0,
                                      .own_passes = model->own_passes,
                                      .n_own_passes = model->n_own_passes,
-                                     .tokens = r.training.tokens};
-  eg_status status = run(&r, passes);
+                                     .tokens = r.training.tokens,
+                                     .block = egi_machine_block(&machine)};
+  eg_status status = egi_quantise_options_make(model->ctx, r.training.quant, r.training.quant_block,
+                                               r.training.double_quant, &r.adapt.quantise);
+  if (status == EG_OK) status = run(&r, passes);
   egi_arena_clear(&r.arena);
   egi_module *unused = r.module;
   if (status == EG_OK) {

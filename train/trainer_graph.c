@@ -22,7 +22,6 @@ static eg_status choose_objective(eg_trainer *trainer) {
   trainer->objective = (egi_objective){options->loss, options->pooling, options->similarity_scale};
   EG_TRY(egi_objective_choose(trainer->machine.graph, &inputs, documents, &trainer->objective));
   EG_TRY(egi_vocabulary_find(trainer->machine.graph, &inputs, trainer->objective.loss, &trainer->vocabulary));
-  if (trainer->dataset == NULL) return EG_OK;
   return trainer->dataset != NULL ? egi_vocabulary_check(trainer->ctx, &trainer->vocabulary, documents) : EG_OK;
 }
 
