@@ -173,6 +173,13 @@ static void quantised_layers_are_made_again(void **state) {
   sweep(*state, "llama/model.dynamo-op23-sdpa.onnx", options, 4);
 }
 
+/* The same elements are dropped again. */
+static void dropout_is_made_again(void **state) {
+  eg_trainer_options options = options_of(128, 2);
+  options.dropout = 0.25;
+  sweep(*state, "llama/model.dynamo-op23-sdpa.onnx", options, 6);
+}
+
 static void plain_operators_are_made_again(void **state) {
   eg_trainer_options options = options_of(128, 1);
   options.no_fuse = 1;
@@ -310,6 +317,7 @@ int main(void) {
                                      TEST(budgets_are_held_by_a_model_of_experts),
                                      TEST(adapters_of_experts_are_made_again),
                                      TEST(quantised_layers_are_made_again),
+                                     TEST(dropout_is_made_again),
                                      TEST(plain_operators_are_made_again),
                                      TEST(full_training_is_made_again),
                                      TEST(padded_batches_are_made_again),
