@@ -126,7 +126,7 @@ bool egi_body_accumulate(egi_body *body) {
   return true;
 }
 
-/* NAME = the integer at a place of the step state, as uint64: bytes, the lowest first. */
+/* NAME = the integer at a place of the step state, i64 [1]: bytes, the lowest first. */
 static void add_state_number(egi_body *body, const char *name, size_t offset, size_t size_bytes) {
   char line[640], start[48], end[48];
   const int64_t first = (int64_t)offset, last = (int64_t)(offset + size_bytes);
@@ -136,42 +136,53 @@ static void add_state_number(egi_body *body, const char *name, size_t offset, si
   egi_body_integers(body, end, &last, 1);
   snprintf(line, sizeof line,
            "%s_bytes = Slice (step, %s, %s, axis)\n%s_digits = Cast <to = 7> (%s_bytes)\n"
-           "%s_terms = Mul (%s_digits, places)\n%s_sum = ReduceSum <keepdims = 1> (%s_terms, axis)\n"
-           "%s = Cast <to = 13> (%s_sum)\n",
-           name, start, end, name, name, name, name, name, name, name, name);
+           "%s_terms = Mul (%s_digits, places)\n%s = ReduceSum <keepdims = 1> (%s_terms, axis)\n",
+           name, start, end, name, name, name, name, name, name);
   egi_text_add(body->text, line);
 }
 
 static void add_unsigned(egi_body *body, const char *name, uint32_t number) {
-  char line[160];
   const int64_t value = number;
-  snprintf(line, sizeof line, "%s_signed", name);
-  egi_body_integers(body, line, &value, 1);
-  snprintf(line, sizeof line, "%s = Cast <to = 13> (%s_signed)\n", name, name);
+  egi_body_integers(body, name, &value, 1);
+}
+
+/* HIGH and LOW, 32 bits each, of the value FROM, below 2^32, times a factor: by halves of the factor, so that nothing
+ * leaves an int64. */
+static void add_wide_product(egi_body *body, const char *high, const char *low, const char *from, const char *factor) {
+  char line[640];
+  snprintf(line, sizeof line,
+           "%s_l = Mul (%s, %s_low)\n%s_h = Mul (%s, %s_high)\n%s_carry = Div (%s_l, half)\n"
+           "%s_middle = Add (%s_h, %s_carry)\n%s = Div (%s_middle, half)\n%s_rest = Mod (%s_middle, half)\n"
+           "%s_raised = Mul (%s_rest, half)\n%s_end = Mod (%s_l, half)\n%s = Add (%s_raised, %s_end)\n",
+           high, from, factor, high, from, factor, high, high, high, high, high, high, high, high, high, high, high,
+           high, high, low, high, high);
   egi_text_add(body->text, line);
 }
 
 /* c0 … c3 of round `round` become those of the next. */
 static void add_round(egi_body *body, int round, uint32_t key0, uint32_t key1) {
-  char line[1200], name[16];
+  char line[400], name[16], high[16], low[16];
   int next = round + 1;
   snprintf(name, sizeof name, "k0_%d", round);
   add_unsigned(body, name, key0);
   snprintf(name, sizeof name, "k1_%d", round);
   add_unsigned(body, name, key1);
-  snprintf(
-      line, sizeof line,
-      "a_%d = Mul (c0_%d, factor0)\nb_%d = Mul (c2_%d, factor1)\n"
-      "ah_%d = BitShift <direction = \"RIGHT\"> (a_%d, half)\nbh_%d = BitShift <direction = \"RIGHT\"> (b_%d, half)\n"
-      "c1_%d = BitwiseAnd (b_%d, low)\nc3_%d = BitwiseAnd (a_%d, low)\n"
-      "x0_%d = BitwiseXor (bh_%d, c1_%d)\nc0_%d = BitwiseXor (x0_%d, k0_%d)\n"
-      "x2_%d = BitwiseXor (ah_%d, c3_%d)\nc2_%d = BitwiseXor (x2_%d, k1_%d)\n",
-      round, round, round, round, round, round, round, round, next, round, next, round, round, round, round, next,
-      round, round, round, round, round, next, round, round);
+  snprintf(name, sizeof name, "c0_%d", round);
+  snprintf(high, sizeof high, "ah_%d", round);
+  snprintf(low, sizeof low, "c3_%d", next);
+  add_wide_product(body, high, low, name, "factor0");
+  snprintf(name, sizeof name, "c2_%d", round);
+  snprintf(high, sizeof high, "bh_%d", round);
+  snprintf(low, sizeof low, "c1_%d", next);
+  add_wide_product(body, high, low, name, "factor1");
+  snprintf(line, sizeof line,
+           "x0_%d = BitwiseXor (bh_%d, c1_%d)\nc0_%d = BitwiseXor (x0_%d, k0_%d)\n"
+           "x2_%d = BitwiseXor (ah_%d, c3_%d)\nc2_%d = BitwiseXor (x2_%d, k1_%d)\n",
+           round, round, round, next, round, round, round, round, round, next, round, round);
   egi_text_add(body->text, line);
 }
 
-/* Philox4x32-10 in 64-bit numbers, all four lanes for each element. */
+/* Philox4x32-10 in int64 numbers, all four lanes for each element. */
 bool egi_body_keyed_dropout(egi_body *body) {
   uint64_t seed = (uint64_t)egi_node_int(body->node, "seed", 0);
   uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
@@ -186,15 +197,16 @@ bool egi_body_keyed_dropout(egi_body *body) {
   egi_body_integer(body, "lane2", 2);
   add_state_number(body, "number_of_step", offsetof(egi_step_state, step), 4);
   add_state_number(body, "micro_batch", offsetof(egi_step_state, micro_batch), 4);
-  add_unsigned(body, "half", 32);
-  add_unsigned(body, "low", UINT32_MAX);
-  add_unsigned(body, "factor0", 0xd2511f53u);
-  add_unsigned(body, "factor1", 0xcd9e8d57u);
+  add_unsigned(body, "half", 1u << 16);
+  add_unsigned(body, "factor0_low", 0x1f53u);
+  add_unsigned(body, "factor0_high", 0xd251u);
+  add_unsigned(body, "factor1_low", 0x8d57u);
+  add_unsigned(body, "factor1_high", 0xcd9eu);
   add_unsigned(body, "site", (uint32_t)egi_node_int(body->node, "site", 0));
   add_unsigned(body, "threshold", (uint32_t)(ratio * 4294967296.0));
   egi_text_add(body->text,
                "count = Size (x)\nelements = Range (first, count, one)\nblocks = Div (elements, lanes)\n"
-               "lane = Mod (elements, lanes)\nc0_0 = Cast <to = 13> (blocks)\nzeros = Sub (c0_0, c0_0)\n"
+               "lane = Mod (elements, lanes)\nc0_0 = Identity (blocks)\nzeros = Sub (c0_0, c0_0)\n"
                "c1_0 = Add (zeros, site)\nc2_0 = Add (zeros, number_of_step)\nc3_0 = Add (zeros, micro_batch)\n");
   for (int round = 0; round < 10; round++, key0 += 0x9e3779b9u, key1 += 0xbb67ae85u) add_round(body, round, key0, key1);
   egi_body_number(body, "nothing", 0.0, "x");
