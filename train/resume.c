@@ -8,6 +8,7 @@
 
 #define COUNTERS "trainer.counters" /* i64 [COUNTER_COUNT] */
 #define SETTINGS "trainer.settings" /* u8: lines "name=value" */
+#define PLAN "trainer.plan"         /* u8: the hash of the plan that was followed; not compared */
 
 enum { STATE_VERSION = 1, COUNTER_COUNT = 5 };
 
@@ -191,12 +192,14 @@ static eg_status save(const eg_trainer *trainer, const char *path, const egi_tex
   float maps[2][256]; /* what codes of 8 bits stand for */
   piece_list list;
   EG_TRY(list_pieces(trainer, arena, &list));
-  egi_safetensor *tensors = EGI_NEW(arena, egi_safetensor, list.count + 4);
-  if (tensors == NULL) return EG_ERROR_MEMORY;
+  egi_safetensor *tensors = EGI_NEW(arena, egi_safetensor, list.count + 5);
+  char *plan = egi_arena_format(arena, "%016" PRIx64, egi_trainer_plan_hash(trainer));
+  if (tensors == NULL || plan == NULL) return EG_ERROR_MEMORY;
   EG_TRY(read_pieces(trainer, &list, tensors));
   size_t n = list.count;
   tensors[n++] = vector_tensor(COUNTERS, EG_DTYPE_I64, counters, COUNTER_COUNT, sizeof counters);
   tensors[n++] = vector_tensor(SETTINGS, EG_DTYPE_U8, egi_text_string(settings), settings->length, settings->length);
+  tensors[n++] = vector_tensor(PLAN, EG_DTYPE_U8, plan, strlen(plan), strlen(plan));
   for (int i = 0; i < 2 && trainer->options.optimizer == EG_OPTIMIZER_ADAMW_8BIT; i++) {
     egi_dynamic_map(i == 0, maps[i]);
     tensors[n++] = vector_tensor(i == 0 ? "qmap1" : "qmap2", EG_DTYPE_F32, maps[i], 256, sizeof maps[i]);

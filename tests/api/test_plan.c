@@ -212,6 +212,31 @@ static void a_plan_is_followed(void **state) {
   eg_model_destroy(model);
 }
 
+static void a_saved_state_names_its_plan(void **state) {
+  api_fixture *fixture = *state;
+  eg_context *ctx = fixture->ctx;
+  eg_model *model = api_model(fixture, ctx);
+  eg_dataset *dataset = api_dataset(ctx, 6, 61);
+  eg_trainer_options options = api_options();
+  eg_trainer *trainer;
+  egi_safetensors *file;
+  char path[192];
+  json_t *plan = plan_of(ctx, model, dataset, &options, NULL);
+  const char *hash = json_string_value(json_object_get(plan, "hash"));
+  api_must(ctx, eg_trainer_create(model, dataset, &options, &trainer));
+  api_must(ctx, eg_trainer_save_state(trainer, api_path(fixture, path, sizeof path, "state.safetensors")));
+  api_must(ctx, egi_safetensors_open(ctx, path, &file));
+  const egi_safetensor *saved = egi_safetensors_find(file, "trainer.plan");
+  assert_non_null(saved);
+  assert_int_equal(saved->size_bytes, strlen(hash));
+  assert_memory_equal(saved->data, hash, strlen(hash));
+  egi_safetensors_close(file);
+  json_decref(plan);
+  eg_trainer_destroy(trainer);
+  eg_dataset_destroy(dataset);
+  eg_model_destroy(model);
+}
+
 static void a_plan_without_data_serves_any(void **state) {
   api_fixture *fixture = *state;
   eg_context *ctx = fixture->ctx;
@@ -307,6 +332,7 @@ int main(void) {
                                      TEST(a_plan_allocates_nothing_of_it),
                                      TEST(a_faster_device_takes_less_time),
                                      TEST(a_plan_is_followed),
+                                     TEST(a_saved_state_names_its_plan),
                                      TEST(a_plan_without_data_serves_any),
                                      TEST(plans_for_something_else_are_refused),
                                      TEST(damaged_plans_are_refused)};
