@@ -127,14 +127,18 @@ typedef struct head_case {
   int64_t batch, sequence, size, n_classes;
   bool has_bias;
   label_kind labels;
+  int64_t rows; /* in a chunk, 0: as many as the kernel takes */
 } head_case;
 
 /* Tiles are 128 rows x 480 classes, 512 rows with many classes. */
 static const head_case heads[] = {
-    {1, 1, 1, 1, false, LABELS_ALL},    {2, 3, 5, 7, true, LABELS_ALL},       {2, 3, 5, 7, false, LABELS_SOME},
-    {2, 3, 5, 7, true, LABELS_NONE},    {0, 3, 5, 7, false, LABELS_ALL},      {1, 9, 3, 481, true, LABELS_SOME},
-    {3, 43, 7, 129, false, LABELS_ALL}, {1, 129, 4, 961, true, LABELS_SOME},  {1, 400, 2, 17, false, LABELS_SOME},
-    {1, 1100, 3, 5, true, LABELS_ALL},  {1, 520, 2, 4100, false, LABELS_ALL},
+    {1, 1, 1, 1, false, LABELS_ALL, 0},      {2, 3, 5, 7, true, LABELS_ALL, 0},
+    {2, 3, 5, 7, false, LABELS_SOME, 0},     {2, 3, 5, 7, true, LABELS_NONE, 0},
+    {0, 3, 5, 7, false, LABELS_ALL, 0},      {1, 9, 3, 481, true, LABELS_SOME, 0},
+    {3, 43, 7, 129, false, LABELS_ALL, 0},   {1, 129, 4, 961, true, LABELS_SOME, 0},
+    {1, 400, 2, 17, false, LABELS_SOME, 0},  {1, 1100, 3, 5, true, LABELS_ALL, 0},
+    {1, 520, 2, 4100, false, LABELS_ALL, 0}, {1, 400, 2, 17, false, LABELS_SOME, 40},
+    {3, 43, 7, 129, true, LABELS_ALL, 1},
 };
 
 /* How the weight is stored: int8 codes with one scale, [size, classes] or [classes, size]. */
@@ -204,6 +208,7 @@ static void check_head(void **state, const head_case *h, eg_dtype dtype, eg_dtyp
   add_head(&c, &o, dtype, weight);
   add_bias(&c, &o, weight);
   add_scale(&c, &o);
+  if (h->rows > 0) ops_add_attribute(&c, egi_attribute_int("rows", h->rows));
   ops_tensor *logp = ops_add_output(&c, dtype, 2, o.labels->dims), *lse = ops_add_output(&c, dtype, 2, o.labels->dims);
   double *logits = malloc(sizeof(double) * (size_t)h->n_classes);
   for (int64_t row = 0; row < ops_count(o.labels); row++) {
@@ -264,6 +269,7 @@ static void check_head_grad(void **state, const head_case *h, eg_dtype dtype, un
   head_operands o = {.h = h, .storage = stored};
   ops_begin(&c, state, EGI_OP_LinearLogProbabilityGrad, dtype);
   add_head(&c, &o, dtype, dtype);
+  if (h->rows > 0) ops_add_attribute(&c, egi_attribute_int("rows", h->rows));
   ops_tensor *lse = ops_add_input(&c, dtype, 2, o.labels->dims), *out[3], spare[3];
   o.d_logp = ops_add_input(&c, dtype, 2, o.labels->dims);
   add_bias(&c, &o, dtype);
