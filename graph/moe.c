@@ -47,7 +47,7 @@ eg_status egi_moe_read_router(const egi_graph *graph, egi_node_id id, egi_moe *m
   if (moe->groups < 1 || moe->top_groups < 1 || moe->top_groups > moe->groups || n_experts % moe->groups != 0)
     return egi_fail_node(graph, id, EG_ERROR_FORMAT, "%lld groups do not share %lld experts", (long long)moe->groups,
                          (long long)n_experts);
-  if (moe->top_k < 1 || moe->top_k > n_experts)
+  if (moe->top_k < 1 || moe->top_k > n_experts || n_experts > EGI_MOE_MAX_EXPERTS)
     return egi_fail_node(graph, id, EG_ERROR_FORMAT, "top_k %lld of %lld experts", (long long)moe->top_k,
                          (long long)n_experts);
   return EG_OK;
@@ -119,7 +119,7 @@ eg_status egi_moe_read(const egi_graph *graph, egi_node_id id, egi_moe *out_moe)
     return egi_fail_node(graph, id, EG_ERROR_UNSUPPORTED, "4-bit codes of quant_type %lld in blocks of %lld",
                          (long long)out_moe->quant_type, (long long)out_moe->block_size);
   bool is_width_known = out_moe->bits == 2 || out_moe->bits == 4 || out_moe->bits == 8;
-  if (out_moe->is_quantised && (!is_width_known || out_moe->block_size < 0))
+  if (out_moe->is_quantised && (!is_width_known || out_moe->block_size < 0 || out_moe->block_size > EGI_MOE_MAX_SIZE))
     return egi_fail_node(graph, id, EG_ERROR_UNSUPPORTED, "weights of %lld bits in blocks of %lld",
                          (long long)out_moe->bits, (long long)out_moe->block_size);
   return read_roles(graph, id, out_moe);

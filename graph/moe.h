@@ -17,6 +17,10 @@
 
 #include "graph/graph.h"
 
+/* Sizes above are taken for damage, so that sums and products of them stay numbers. */
+#define EGI_MOE_MAX_EXPERTS 65536
+#define EGI_MOE_MAX_SIZE ((int64_t)1 << 40)
+
 typedef enum egi_moe_role {
   EGI_MOE_GATE,
   EGI_MOE_GATE_BIAS,

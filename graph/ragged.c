@@ -44,7 +44,9 @@ eg_status egi_ragged_read(const egi_graph *graph, egi_node_id id, egi_ragged *ou
                              .block_size = egi_node_int(node, "block_size", 0)};
   if (!out_ragged->is_quantised && strcmp(storage, "plain") != 0)
     return egi_fail_node(graph, id, EG_ERROR_UNSUPPORTED, "storage \"%s\" is not known", storage);
-  if (out_ragged->n_experts < 1 || out_ragged->in_features < 0)
+  bool is_small = out_ragged->n_experts <= EGI_MOE_MAX_EXPERTS && out_ragged->in_features <= EGI_MOE_MAX_SIZE &&
+                  out_ragged->block_size <= EGI_MOE_MAX_SIZE;
+  if (out_ragged->n_experts < 1 || out_ragged->in_features < 0 || !is_small)
     return egi_fail_node(graph, id, EG_ERROR_FORMAT, "%lld experts of %lld inputs", (long long)out_ragged->n_experts,
                          (long long)out_ragged->in_features);
   if (out_ragged->has_levels &&

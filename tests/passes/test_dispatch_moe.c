@@ -2,6 +2,7 @@
  * for all mixtures. Gradients are in test_gradients.c. */
 #include "support_passes.h"
 
+#include <stdio.h>
 #include <string.h>
 
 static const char *const graphs[] = {
@@ -75,9 +76,44 @@ static void other_rows_are_left(void **state) {
   assert_int_equal(egi_graph_find_value(fixture->graph, EGI_OUTPUT_LOAD), 0);
 }
 
+/* Numbers that no file means: one line, no arithmetic beyond what integers hold. */
+static void damage_is_refused(void **state) {
+  static const char *const texts[] = {
+      "(float[3,4] l) => (float[6] w) { e, s, i, o, w = engraft.Route <experts = 4, top_k = 9223372036854775807> (l) }",
+      "(float[3,4] l) => (float[6] w) { e, s, i, o, w = engraft.Route <experts = 0, top_k = 2> (l) }",
+      "(float[6,4] x, int32[4] o, float[3,5,4] w) => (float[6,5] y) { y = engraft.RaggedLinear <experts = "
+      "9223372036854775807, in_features = 4, roles = [1]> (x, , o, , w) }",
+      "(float[6,4] x, int32[4] o, float[3,5,4] w) => (float[6,5] y) { y = engraft.RaggedLinear <experts = 3, "
+      "in_features "
+      "= 9223372036854775807, roles = [1]> (x, , o, , w) }",
+      "(float[6,4] x, int32[4] o, float[3,5,4] w) => (float[6,5] y) { y = engraft.RaggedLinear <experts = 3, "
+      "in_features "
+      "= 4, roles = [1, 3]> (x, , o, , w) }",
+      "(float[6,4] x, int32[5] o, float[3,5,4] w) => (float[6,5] y) { y = engraft.RaggedLinear <experts = 3, "
+      "in_features "
+      "= 4, roles = [1]> (x, , o, , w) }",
+      "(float[6,4] x, float[6,3] l, float[3,6,4] g, float[3,4,3] d, float[7,4] a, float[6,7] b) => (float[6,4] y) { y "
+      "= "
+      "engraft.MoE <experts = 3, top_k = 1, adapter_scales = [1.0, 1.0, 1.0], roles = [1, 0, 0, 0, 1, 0, 0, 0, 0, 0, "
+      "0, "
+      "0, 1, 1]> (x, l, , g, d, a, b) }"};
+  pass_fixture *fixture = *state;
+  for (size_t i = 0; i < EGI_COUNT(texts); i++) {
+    char whole[1024];
+    egi_module *module = NULL;
+    snprintf(whole, sizeof whole, "<ir_version: 10, opset_import: [\"\": 23, \"engraft\": 1]>\ng %s", texts[i]);
+    if (egi_module_parse(fixture->ctx, whole, strlen(whole), &module) != EG_OK)
+      fail_msg("%s", eg_context_error(fixture->ctx));
+    if (egi_infer_graph(module->graphs[0]) == EG_OK) fail_msg("taken: %s", texts[i]);
+    assert_null(strchr(eg_context_error(fixture->ctx), '\n'));
+    egi_module_destroy(module);
+  }
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, pass_set_up, pass_tear_down)
 
 int main(void) {
-  const struct CMUnitTest tests[] = {TEST(results_stay), TEST(uses_are_counted), TEST(other_rows_are_left)};
+  const struct CMUnitTest tests[] = {TEST(results_stay), TEST(uses_are_counted), TEST(other_rows_are_left),
+                                     TEST(damage_is_refused)};
   return cmocka_run_group_tests_name("dispatch_moe", tests, NULL, NULL);
 }
