@@ -6,7 +6,7 @@
 
 #include "passes/moe_match.h"
 
-enum { MAX_CHAIN = 16, MAX_FOLLOWED = 64 };
+enum { MAX_CHAIN = 16, MAX_FOLLOWED = 64, MAX_TOKENS = 16384 };
 
 egi_moe_value *egi_moe_touch(egi_moe_region *region, egi_value_id value) {
   if (EGI_GROW(region->arena, &region->touched, region->n_touched, &region->touched_capacity) != EG_OK) return NULL;
@@ -176,10 +176,10 @@ static bool set_random(egi_moe_region *region, egi_value_id id, double scale, bo
       return egi_moe_reject(region, 0, "the number of tokens is not known");
   egi_tensor_set_contiguous(&t);
   int64_t count = egi_tensor_count(&t), n = region->n_experts;
+  if (count > MAX_TOKENS * (is_logits ? n : region->width)) return egi_moe_reject(region, 0, "too large a sample");
   float *data = EGI_NEW(region->arena, float, (size_t)count + 1);
   egi_moe_value *sample = egi_moe_touch(region, id);
-  if (data == NULL || sample == NULL || count > (int64_t)1 << 26)
-    return egi_moe_reject(region, 0, "too large a sample");
+  if (data == NULL || sample == NULL) return egi_moe_reject(region, 0, "out of memory");
   for (int64_t i = 0; i < count; i++) {
     data[i] = (float)(scale * egi_moe_random(region->seed, id, (uint64_t)i));
     int64_t distance = is_logits ? ((i % n - i / n) % n + n) % n : 1;
