@@ -32,8 +32,8 @@ static void add_adapter(writer *w, const char *out, const char *base, const char
   egi_text_format(w->body->text,
                   "%s_a = Reshape (in%u, %s_down_shape)\n%s_at = Transpose <perm = [0, 2, 1]> (%s_a)\n"
                   "%s_b_ = Reshape (in%u, %s_up_shape)\n%s_bt = Transpose <perm = [2, 1, 0]> (%s_b_)\n"
-                  "%s_low = MatMul (%s, %s_at)\n%s_high = MatMul (%s_low, %s_bt)\n"
-                  "%s_scaled = Mul (%s_high, %s_scale)\n%s = Add (%s, %s_scaled)\n",
+                  "%s_thin = MatMul (%s, %s_at)\n%s_wide = MatMul (%s_thin, %s_bt)\n"
+                  "%s_scaled = Mul (%s_wide, %s_scale)\n%s = Add (%s, %s_scaled)\n",
                   out, a, out, out, out, out, a + 1, out, out, out, out, rows, out, out, out, out, out, out, out, out,
                   base, out);
 }

@@ -25,6 +25,10 @@ static const char *const graphs[] = {
     "float[4,3] "
     "db) => (float[5,4] y) { y = engraft.MoE <experts = 3, top_k = 2, adapter_scales = [0.5, 0.0, 2.0], roles = [1, 0, "
     "0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 1, 1]> (x, l, , g, d, ga, gb, da, db) }",
+    "(float[5,4] x, float[5,3] l, float[3,3,4] g, float[3,3,4] u, float[3,4,3] d, float[6,4] ga, float[3,6] gb, "
+    "float[6,4] ua, float[3,6] ub) => (float[5,4] y) { y = engraft.MoE <experts = 3, top_k = 2, gate_up = "
+    "\"separate\", limit = 0.5, adapter_scales = [0.5, 0.25, 0.0], roles = [1, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, "
+    "1, 1, 0, 0]> (x, l, , g, u, d, ga, gb, ua, ub) }",
 };
 
 static void results_stay(void **state) {
@@ -65,6 +69,21 @@ static void uses_are_counted(void **state) {
     int64_t size = 0;
     assert_true(egi_dim_value(fixture->module->dims, fixture->graph->values[load].dims[i], &size));
     assert_int_equal(size, wanted[i]);
+  }
+}
+
+/* The body, for --no-fuse. */
+static void bodies_stay(void **state) {
+  pass_fixture *fixture = *state;
+  for (size_t i = 0; i < EGI_COUNT(graphs); i++) {
+    egi_rewrite_check *check = NULL;
+    pass_graph(fixture, graphs[i]);
+    if (egi_rewrite_check_begin(fixture->graph, &check) != EG_OK || check == NULL) fail_msg("%s", graphs[i]);
+    pass_run(fixture, "expand_fused", NULL);
+    if (egi_rewrite_check_end(check, fixture->graph, "expand_fused") != EG_OK)
+      fail_msg("%s\n%s", graphs[i], eg_context_error(fixture->ctx));
+    egi_rewrite_check_free(check);
+    assert_int_equal(pass_count(fixture, EGI_OP_MoE), 0);
   }
 }
 
@@ -113,7 +132,7 @@ static void damage_is_refused(void **state) {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, pass_set_up, pass_tear_down)
 
 int main(void) {
-  const struct CMUnitTest tests[] = {TEST(results_stay), TEST(uses_are_counted), TEST(other_rows_are_left),
-                                     TEST(damage_is_refused)};
+  const struct CMUnitTest tests[] = {TEST(results_stay), TEST(bodies_stay), TEST(uses_are_counted),
+                                     TEST(other_rows_are_left), TEST(damage_is_refused)};
   return cmocka_run_group_tests_name("dispatch_moe", tests, NULL, NULL);
 }
