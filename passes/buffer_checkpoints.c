@@ -35,8 +35,7 @@ static bool is_gone(const copier *c, egi_value_id value) {
 }
 
 static bool is_of_backward(const copier *c, egi_node_id id) {
-  const egi_node *node = &c->graph->nodes[id];
-  return node->op != EGI_OP_NONE && !c->blocks.is_forward[id] && !egi_is_size(node->op);
+  return c->blocks.is_backward[id] && !egi_is_size(c->graph->nodes[id].op);
 }
 
 /* ---- which nodes ------------------------------------------------------------------------------------------------ */

@@ -16,6 +16,7 @@ typedef struct egi_block {
 typedef struct egi_blocks {
   const egi_graph *graph;
   bool *is_forward;   /* by node: the loss depends on it */
+  bool *is_backward;  /* by node: the loss does not, but an update of a state does */
   uint32_t *of_node;  /* by node: its block + 1; 0: not on the way from the tokens to the loss */
   uint32_t *of_value; /* by value: the block + 1 that it is made in or flows into */
   bool *is_saved;     /* by value: made on that way, and read by the backward pass */

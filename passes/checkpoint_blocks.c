@@ -68,16 +68,34 @@ eg_status egi_repeat_node(egi_graph *graph, egi_arena *arena, egi_node_id id, co
 
 /* ---- the way from the tokens to the loss ------------------------------------------------------------------------ */
 
+/* Marks what the node depends on, `without` left aside. */
+static void mark_producers(const egi_graph *graph, const egi_node *node, const bool *without, bool *is_marked) {
+  for (unsigned i = 0; i < node->n_inputs; i++) {
+    const egi_value *input = &graph->values[node->inputs[i]];
+    if (node->inputs[i] == 0 || input->kind != EGI_VALUE_NODE) continue;
+    if (!without || !without[input->producer]) is_marked[input->producer] = true;
+  }
+}
+
 static void mark_forward(const finder *f, egi_value_id loss) {
   const egi_graph *graph = f->graph;
+  bool *is_forward = f->found->is_forward;
   if (graph->values[loss].kind != EGI_VALUE_NODE) return;
-  f->found->is_forward[graph->values[loss].producer] = true;
+  is_forward[graph->values[loss].producer] = true;
+  for (egi_node_id id = graph->n_nodes; id-- > 1;)
+    if (is_forward[id]) mark_producers(graph, &graph->nodes[id], NULL, is_forward);
+}
+
+/* What is only reported, how experts are used say, is neither: it stands behind the forward pass and reads what that
+ * made. */
+static void mark_backward(const finder *f) {
+  const egi_graph *graph = f->graph;
+  bool *is_backward = f->found->is_backward;
   for (egi_node_id id = graph->n_nodes; id-- > 1;) {
     const egi_node *node = &graph->nodes[id];
-    for (unsigned i = 0; f->found->is_forward[id] && i < node->n_inputs; i++) {
-      const egi_value *input = &graph->values[node->inputs[i]];
-      if (node->inputs[i] != 0 && input->kind == EGI_VALUE_NODE) f->found->is_forward[input->producer] = true;
-    }
+    if (node->op == EGI_OP_NONE || f->found->is_forward[id]) continue;
+    if (node->op != EGI_OP_UNKNOWN && (egi_op_get(node->op)->flags & EGI_OP_EFFECT)) is_backward[id] = true;
+    if (is_backward[id]) mark_producers(graph, node, f->found->is_forward, is_backward);
   }
 }
 
@@ -222,7 +240,7 @@ static eg_status study_backward(finder *f) {
   if (!depth) return EG_ERROR_MEMORY;
   for (egi_node_id id = 1; id < graph->n_nodes; id++) {
     const egi_node *node = &graph->nodes[id];
-    if (node->op == EGI_OP_NONE || f->found->is_forward[id] || egi_is_size(node->op)) continue;
+    if (!f->found->is_backward[id] || egi_is_size(node->op)) continue;
     uint32_t own = depth_of_node(f, node, depth);
     for (unsigned i = 0; i < node->n_inputs; i++)
       if (f->found->of_value[node->inputs[i]] != 0) f->found->is_saved[node->inputs[i]] = true;
@@ -239,15 +257,17 @@ eg_status egi_blocks_find(const egi_graph *graph, egi_arena *arena, egi_blocks *
   EG_TRY(egi_find_loss(graph, &loss));
   *out_blocks = (egi_blocks){.graph = graph,
                              .is_forward = EGI_NEW(arena, bool, graph->n_nodes),
+                             .is_backward = EGI_NEW(arena, bool, graph->n_nodes),
                              .of_node = EGI_NEW(arena, uint32_t, graph->n_nodes),
                              .of_value = EGI_NEW(arena, uint32_t, graph->n_values),
                              .is_saved = EGI_NEW(arena, bool, graph->n_values)};
   f.is_reached = EGI_NEW(arena, bool, graph->n_values);
   f.last_use = EGI_NEW(arena, egi_node_id, graph->n_values);
-  if (!out_blocks->is_forward || !out_blocks->of_node || !out_blocks->of_value || !out_blocks->is_saved ||
-      !f.is_reached || !f.last_use)
+  if (!out_blocks->is_forward || !out_blocks->is_backward || !out_blocks->of_node || !out_blocks->of_value ||
+      !out_blocks->is_saved || !f.is_reached || !f.last_use)
     return EG_ERROR_MEMORY;
   mark_forward(&f, loss);
+  mark_backward(&f);
   EG_TRY(find_source(&f));
   if (f.source == 0) return EG_OK;
   walk_way(&f);

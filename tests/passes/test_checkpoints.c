@@ -97,6 +97,25 @@ static void norms_and_activations_are_made_again_first(void **state) {
   assert_int_equal(count_again(fixture, EGI_OP_Linear) + count_again(fixture, EGI_OP_MatMul), 0);
 }
 
+/* What is reported beside the loss waits for no backward pass: it reads what the forward pass made. */
+static void what_is_only_reported_is_no_backward_pass(void **state) {
+  pass_fixture *fixture = *state;
+  make_graph(fixture);
+  egi_graph *graph = fixture->graph;
+  egi_value_id read = egi_graph_find_value(graph, "t0");
+  assert_true(read != 0);
+  const egi_node node = {.op = EGI_OP_ReduceSum, .inputs = &read, .n_inputs = 1, .n_outputs = 1};
+  egi_node_id added = 0;
+  assert_int_equal(egi_graph_add_node(graph, &node, &added), EG_OK);
+  egi_value_id report = graph->nodes[added].outputs[0];
+  assert_int_equal(egi_infer_node(graph, added), EG_OK);
+  assert_int_equal(egi_graph_add_output(graph, report), EG_OK);
+  assert_int_equal(egi_graph_tidy(graph), EG_OK);
+  run_rung(fixture, end_of(fixture, EGI_CHECKPOINT_WHOLE));
+  assert_int_equal(count_again(fixture, EGI_OP_Tanh), 2);
+  assert_int_equal(graph->nodes[graph->values[report].producer].inputs[0], read);
+}
+
 static void whole_blocks_are_made_again_from_their_inputs(void **state) {
   pass_fixture *fixture = *state;
   make_graph(fixture);
@@ -264,6 +283,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {TEST(blocks_lie_between_values_that_all_comes_through),
                                      TEST(norms_and_activations_are_made_again_first),
                                      TEST(whole_blocks_are_made_again_from_their_inputs),
+                                     TEST(what_is_only_reported_is_no_backward_pass),
                                      TEST(inputs_wait_on_the_host),
                                      TEST(what_is_dear_waits_on_the_host),
                                      TEST(wide_blocks_become_tiles),
