@@ -190,7 +190,7 @@ static eg_status add_all(const eg_trainer *trainer, egi_arena *arena, egi_text *
   egi_text_format(out,
                   "{\"engraft_plan\": 1, \"hash\": \"%016" PRIx64 "\", \"model\": \"%016" PRIx64
                   "\", \"graph\": \"%016" PRIx64 "\", \"threads\": %zu,\n \"options\": ",
-                  egi_trainer_plan_hash(trainer), trainer->model_hash, trainer->graph_hash,
+                  egi_trainer_plan_hash(trainer, NULL), trainer->model_hash, trainer->graph_hash,
                   egi_pool_size(egi_context_pool(trainer->ctx)));
   egi_trainer_plan_options(trainer, out);
   egi_text_add(out, ",\n \"shapes\": [");

@@ -136,7 +136,9 @@ static eg_status take(const egi_json *json, eg_trainer *trainer, egi_batches *ba
   EG_TRY(check_hash(json, "graph", trainer->graph_hash, "the plan was made by another version of engraft"));
   EG_TRY(read_shapes(json, &trainer->arena, batches));
   EG_TRY(check_batches(json, trainer->dataset->documents, batches));
-  return read_decisions(json, trainer);
+  EG_TRY(read_decisions(json, trainer));
+  return check_hash(json, "hash", egi_trainer_plan_hash(trainer, batches),
+                    "shapes or decisions are not those that the hash was made of");
 }
 
 eg_status egi_trainer_take_plan(eg_trainer *trainer, egi_batches *batches) {

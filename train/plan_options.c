@@ -67,13 +67,14 @@ eg_status egi_trainer_hash_graphs(eg_trainer *trainer) {
   return hash_graph(trainer->machine.module, trainer->machine.graph, &trainer->graph_hash);
 }
 
-uint64_t egi_trainer_plan_hash(const eg_trainer *trainer) {
+uint64_t egi_trainer_plan_hash(const eg_trainer *trainer, const egi_batches *shapes) {
   egi_text text;
   egi_text_init(&text, trainer->ctx);
   egi_text_format(&text, "%016" PRIx64 " %016" PRIx64 " %" PRIu32 " %" PRIu32 " ", trainer->model_hash,
                   trainer->graph_hash, trainer->tiles, trainer->rung);
-  for (size_t i = 0; i < trainer->lanes.count; i++) {
-    const egi_bucket *bucket = &trainer->lanes.lanes[i].bucket;
+  size_t n_shapes = shapes != NULL ? shapes->n_buckets : trainer->lanes.count;
+  for (size_t i = 0; i < n_shapes; i++) {
+    const egi_bucket *bucket = shapes != NULL ? &shapes->buckets[i] : &trainer->lanes.lanes[i].bucket;
     egi_text_format(&text, "%" PRIu32 "x%" PRIu32 " ", bucket->batch, bucket->sequence);
   }
   egi_trainer_plan_options(trainer, &text);

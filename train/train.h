@@ -378,8 +378,9 @@ eg_status egi_trainer_take_plan(eg_trainer *trainer, egi_batches *batches);
 eg_status egi_trainer_hash_graphs(eg_trainer *trainer);
 /* What a plan was made for, as a JSON object: one text for writing and comparing. */
 void egi_trainer_plan_options(const eg_trainer *trainer, egi_text *out);
-/* The hash that stands in the file: of what it was made for, its shapes and its decisions. */
-uint64_t egi_trainer_plan_hash(const eg_trainer *trainer);
+/* The hash that stands in the file: of what it was made for, its shapes and its decisions. `shapes` NULL: those of the
+ * lanes. */
+uint64_t egi_trainer_plan_hash(const eg_trainer *trainer, const egi_batches *shapes);
 /* plan_document.c: the whole file. */
 eg_status egi_trainer_write_plan(const eg_trainer *trainer, egi_text *out);
 /* A trainer that is planned only, written and destroyed. */

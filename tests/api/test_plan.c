@@ -308,7 +308,7 @@ static void damaged_plans_are_refused(void **state) {
   eg_trainer_options options = api_options();
   char path[192];
   api_path(fixture, path, sizeof path, "plan.json");
-  static const char *const keys[] = {"engraft_plan", "options", "model", "graph", "shapes", "decisions"};
+  static const char *const keys[] = {"engraft_plan", "options", "model", "graph", "shapes", "decisions", "hash"};
   for (size_t i = 0; i < EGI_COUNT(keys); i++) {
     eg_trainer *trainer;
     options.plan = NULL;
@@ -320,6 +320,13 @@ static void damaged_plans_are_refused(void **state) {
     assert_int_equal(eg_trainer_create(model, dataset, &options, &trainer), EG_ERROR_DATA);
     api_expect_error(ctx, "plan.json: ");
   }
+  options.plan = NULL;
+  json_t *plan = plan_of(ctx, model, dataset, &options, NULL);
+  json_object_set_new(json_object_get(plan, "decisions"), "tiles", json_integer(3));
+  assert_int_equal(json_dump_file(plan, path, 0), 0);
+  json_decref(plan);
+  options.plan = path;
+  refuse(ctx, model, dataset, &options, "plan.json: shapes or decisions are not those that the hash was made of");
   eg_dataset_destroy(dataset);
   eg_model_destroy(model);
 }
