@@ -157,7 +157,8 @@ typedef struct eg_trainer_options eg_trainer_options;
  * would make, from input_ids, labels and the parameters to the loss and the gradients. What outlives a step is an input
  * of it, and an output where a step changes it: a parameter NAME is the input NAME, "engraft.gradient.NAME" is its
  * gradient, summed over tokens, added to the input "engraft.gradient_before.NAME" unless the bytes of the input
- * "engraft.step" are 0. */
+ * "engraft.step" are 0. Errors are those of eg_trainer_create(), EG_ERROR_ARGUMENT for an unknown pass, and with
+ * `verify` EG_ERROR_INTERNAL where a pass changes a result. */
 EG_API eg_status eg_model_rewrite_training(eg_model *model, const char *passes, const eg_trainer_options *options,
                                            int verify);
 /* JSON: what each pass, and each rule of it, tried, matched and nearly matched in the last eg_model_rewrite(). */
@@ -334,7 +335,8 @@ typedef enum eg_packing_cache {
   EG_PACKING_CACHE_READBACK /* so, and copied to the host: for comparison */
 } eg_packing_cache;
 
-/* Memory for time; losses and gradients are the same to the bit. */
+/* Memory for time. Losses and gradients are the same to the bit, unless the budget is so small that wide layers run in
+ * tiles of rows, which rounds sums in another order (docs/memory.md). */
 typedef enum eg_checkpoint {
   EG_CHECKPOINT_AUTO,      /* as little as the memory budget asks for */
   EG_CHECKPOINT_OFF,       /* everything that the backward pass reads is kept */
@@ -499,7 +501,7 @@ typedef struct eg_export_options {
   size_t struct_size;
   eg_export_format format;
   eg_dtype dtype;  /* of the tensors: EG_DTYPE_F32, _F16, _BF16. EG_DTYPE_UNDEFINED: as in the adapter's file; of a
-                      merged  model F32. Merged in 16 bits, matrices are stored so and computed with in float32 */
+                      merged model F32. Merged in 16 bits, matrices are stored so and computed with in float32 */
   int is_portable; /* PEFT: plain LoRA of one rank with alpha = rank, for readers that know no more: the scale is folded
                       into B, smaller ranks are filled up with zeros */
   const char *architecture; /* GGUF: llama.cpp's name of the base's architecture, or "model_type" of its config.json;
