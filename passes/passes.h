@@ -42,6 +42,7 @@ typedef struct egi_adapt_options {
   uint64_t seed;           /* of what is dropped */
   bool is_loop;            /* dispatch_moe: experts one after the other */
   egi_quantise_options quantise;
+  eg_dtype dtype; /* lower_precision: of activations; EG_DTYPE_BF16, _F16, else float32 */
 } egi_adapt_options;
 
 /* What buffer_checkpoints and tile_rows are told. */

@@ -112,6 +112,7 @@ static eg_status run(tool *t, bench *b) {
   EG_TRY(tool_load_model(t, &b->model));
   runner_options.no_fuse = tool_is_given(t, OPTION_NO_FUSE);
   runner_options.device = tool_text(t, OPTION_DEVICE);
+  runner_options.dtype = tool_dtype(t, OPTION_DTYPE);
   tool_quant quant = tool_quantisation(t);
   runner_options.quant = quant.type;
   runner_options.quant_block = quant.block;

@@ -7,11 +7,8 @@
 #include <jansson.h>
 
 /* Without --dtype: as in the adapter's own file, a merged model in float32. */
-static eg_dtype parse_dtype(tool *t) {
-  const char *text = tool_text(t, OPTION_EXPORT_DTYPE);
-  if (!tool_is_given(t, OPTION_EXPORT_DTYPE)) return EG_DTYPE_UNDEFINED;
-  if (strcmp(text, "nf4") == 0) return EG_DTYPE_UNDEFINED;
-  return strcmp(text, "bf16") == 0 ? EG_DTYPE_BF16 : strcmp(text, "f16") == 0 ? EG_DTYPE_F16 : EG_DTYPE_F32;
+static eg_dtype parse_dtype(const tool *t) {
+  return tool_is_given(t, OPTION_EXPORT_DTYPE) ? tool_dtype(t, OPTION_EXPORT_DTYPE) : EG_DTYPE_UNDEFINED;
 }
 
 /* How the base was held in training; NF4 with the defaults where no option says otherwise. */

@@ -71,6 +71,7 @@ int tool_generate(tool *t) {
   if ((tool_text(t, OPTION_PROMPT) == NULL) == (tool_text(t, OPTION_PROMPT_IDS) == NULL))
     return tool_fail_usage(t, "one of --prompt and --prompt-ids is needed");
   options.device = tool_text(t, OPTION_DEVICE);
+  options.dtype = tool_dtype(t, OPTION_DTYPE);
   options.no_fuse = tool_is_given(t, OPTION_NO_FUSE);
   options.adapter = tool_text(t, OPTION_ADAPTER);
   tool_quant quant = tool_quantisation(t);

@@ -5,10 +5,8 @@
 
 /* The files' own type unless one was asked for. */
 static eg_dtype choose_dtype(const tool *t) {
-  const char *text = tool_text(t, OPTION_NEW_DTYPE);
   if (!tool_is_given(t, OPTION_NEW_DTYPE) && tool_is_given(t, OPTION_WEIGHTS)) return EG_DTYPE_UNDEFINED;
-  if (strcmp(text, "f32") == 0) return EG_DTYPE_F32;
-  return strcmp(text, "f16") == 0 ? EG_DTYPE_F16 : EG_DTYPE_BF16;
+  return tool_dtype(t, OPTION_NEW_DTYPE);
 }
 
 static int check_usage(tool *t) {

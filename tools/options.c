@@ -184,6 +184,16 @@ const char *tool_text(const tool *t, tool_option_id id) {
   return t->values[id].text[0] != '\0' ? t->values[id].text : NULL;
 }
 
+eg_dtype tool_dtype(const tool *t, tool_option_id id) {
+  static const struct {
+    const char *name;
+    eg_dtype dtype;
+  } types[] = {{"f32", EG_DTYPE_F32}, {"bf16", EG_DTYPE_BF16}, {"f16", EG_DTYPE_F16}};
+  for (size_t i = 0; i < EGI_COUNT(types); i++)
+    if (strcmp(types[i].name, t->values[id].text) == 0) return types[i].dtype;
+  return EG_DTYPE_UNDEFINED;
+}
+
 bool tool_is_given(const tool *t, tool_option_id id) {
   return t->values[id].is_given;
 }

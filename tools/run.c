@@ -50,7 +50,7 @@ int tool_run(tool *t) {
   options.device = tool_text(t, OPTION_DEVICE);
   options.no_fuse = tool_is_given(t, OPTION_NO_FUSE);
   options.adapter = tool_text(t, OPTION_ADAPTER);
-  if (strcmp(tool_text(t, OPTION_RUN_DTYPE), "file") == 0) options.dtype = EG_DTYPE_UNDEFINED;
+  options.dtype = tool_dtype(t, OPTION_RUN_DTYPE);
   eg_status status = tool_load_model(t, &model);
   if (status == EG_OK) status = egi_safetensors_open(t->ctx, tool_text(t, OPTION_INPUTS), &file);
   if (status == EG_OK) status = eg_runner_create(model, &options, &runner);

@@ -33,6 +33,8 @@ int tool_parse(tool *t, int n_arguments, char **arguments);
 int tool_check_supported(const tool *t);
 void tool_print_help(const tool *t); /* usage, and each option of the command with its default, to stdout */
 const char *tool_text(const tool *t, tool_option_id id); /* NULL when "" */
+/* Of f32, bf16 and f16; EG_DTYPE_UNDEFINED for any other word. */
+eg_dtype tool_dtype(const tool *t, tool_option_id id);
 bool tool_is_given(const tool *t, tool_option_id id);
 
 /* messages.c */

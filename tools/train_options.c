@@ -85,6 +85,7 @@ static eg_status parse_budget(tool *t, tool_option_id option, const char *name, 
 
 eg_status training_options(tool *t, eg_trainer_options *options) {
   options->device = tool_text(t, OPTION_DEVICE);
+  options->dtype = tool_dtype(t, OPTION_DTYPE);
   options->no_fuse = tool_is_given(t, OPTION_NO_FUSE);
   options->full = tool_is_given(t, OPTION_FULL);
   options->alpha = t->values[OPTION_ALPHA].number;

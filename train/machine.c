@@ -54,6 +54,7 @@ static eg_status prepare(egi_machine *machine, const eg_model *model, const char
   memset(machine, 0, sizeof *machine);
   machine->ctx = model->ctx;
   machine->backend = egi_backend_cpu();
+  machine->dtype = dtype;
   EG_TRY(check_device(model->ctx, device, dtype));
   return prepare_graph(machine, model, dtype, is_general);
 }
@@ -74,10 +75,20 @@ static eg_status expand_machine(egi_machine *machine) {
   return egi_run_passes(machine->graph, names, EGI_COUNT(names), NULL);
 }
 
+static eg_status lower_machine(egi_machine *machine) {
+  static const char *const names[] = {"lower_precision", "eliminate_identity", "eliminate_common", "eliminate_dead"};
+  const egi_adapt_options adapt = {.dtype = machine->dtype};
+  if (machine->dtype != EG_DTYPE_BF16 && machine->dtype != EG_DTYPE_F16) return EG_OK;
+  return egi_run_passes(machine->graph, names, EGI_COUNT(names), &adapt);
+}
+
 eg_status egi_machine_specialise(egi_machine *machine, const egi_adapt_options *adapt, bool is_expanded) {
   static const char *const names[] = {"dispatch_moe", "eliminate_common"};
-  if (is_expanded) return expand_machine(machine);
-  return egi_run_passes(machine->graph, names, EGI_COUNT(names), adapt);
+  if (is_expanded)
+    EG_TRY(expand_machine(machine));
+  else
+    EG_TRY(egi_run_passes(machine->graph, names, EGI_COUNT(names), adapt));
+  return lower_machine(machine);
 }
 
 int64_t egi_machine_block(const egi_machine *machine) {

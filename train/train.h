@@ -174,6 +174,7 @@ typedef struct egi_machine {
   egi_module *module;
   egi_graph *graph; /* graphs[0] */
   const egi_backend *backend;
+  eg_dtype dtype; /* of activations; EG_DTYPE_UNDEFINED: as in the file */
   egi_store *store;
   egi_scratch *scratch;
 } egi_machine;
@@ -187,8 +188,8 @@ int64_t egi_machine_block(const egi_machine *machine);
 /* Before the loss is appended: documents share rows of `tokens` where the graph allows it. Where it does not, batches
  * are padded and the log says why, or who asked for rows is told why. */
 eg_status egi_machine_pack(egi_machine *machine, eg_packing packing, eg_loss loss, uint32_t tokens);
-/* Mixtures of experts become what is executed; or, with --no-fuse, all fused operators become their bodies. After the
- * adapt stage, before differentiation and allocation. */
+/* Mixtures of experts become what is executed; or, with --no-fuse, all fused operators become their bodies. Then
+ * activations get the machine's type. After the adapt stage, before differentiation and allocation. */
 eg_status egi_machine_specialise(egi_machine *machine, const egi_adapt_options *adapt, bool is_expanded);
 eg_status egi_machine_allocate(egi_machine *machine);
 void egi_machine_close(egi_machine *machine);
