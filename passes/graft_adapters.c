@@ -232,6 +232,7 @@ static eg_status replace_all(grafter *state) {
   egi_operand *operands = NULL;
   EG_TRY(egi_find_operands(state->graph, &state->arena, &operands, &n_operands));
   EG_TRY(refuse_quantised(state, operands, n_operands));
+  EG_TRY(egi_check_folded_positions(state->graph, NULL, &state->arena));
   EG_TRY(egi_stack_experts(state->graph));
   EG_TRY(egi_find_parameters(state->graph, &state->arena, &parameters, &n_parameters));
   if (n_parameters == 0)

@@ -181,8 +181,46 @@ static eg_status add_experts(finder *state, egi_node_id id) {
   return EG_OK;
 }
 
+/* A table whose rows are all taken, not those of tokens: relative positions, which pass a norm or the query and key
+ * layers of their own as a batch of rows. Through moves and slices; *out_taker takes the weight. */
+static bool is_whole_table(const finder *state, egi_node_id id, egi_node_id *out_taker) {
+  const egi_graph *graph = state->graph;
+  const egi_node *node = &graph->nodes[id];
+  bool is_norm = node->op == EGI_OP_LayerNormalization || node->op == EGI_OP_RMSNormalization;
+  egi_value_id at = node->inputs[0];
+  if (graph->values[at].rank < (is_norm ? 2 : 3)) return false; /* a product of matrices is a weight */
+  *out_taker = id;
+  while (graph->values[at].kind == EGI_VALUE_NODE) {
+    egi_node_id below = graph->values[at].producer;
+    egi_op op = graph->nodes[below].op;
+    if (op == EGI_OP_Slice) *out_taker = below;
+    if (op != EGI_OP_Cast && !(egi_op_get(op)->flags & EGI_OP_VIEW)) return false;
+    at = graph->nodes[below].inputs[0];
+  }
+  const egi_value *value = &graph->values[at];
+  if (value->kind != EGI_VALUE_WEIGHT || value->rank < 2 || !egi_dtype_is_float(value->dtype)) return false;
+  const char *name = weight_row(graph, at)->name;
+  return egi_is_parameter_name(name) && egi_has_suffix(name, "weight") && !is_rotary_table(name);
+}
+
+static eg_status add_whole_table(finder *state, egi_node_id id) {
+  egi_node_id taker = 0;
+  if (!is_whole_table(state, id, &taker)) return EG_OK;
+  egi_value_id sliced = taker != id ? state->graph->nodes[taker].outputs[0] : 0;
+  bool is_known = sliced != 0 && state->is_hidden[sliced]; /* another layer takes the same rows */
+  if (sliced != 0) state->is_hidden[sliced] = true;
+  state->is_hidden[state->graph->nodes[id].inputs[0]] = true;
+  return is_known ? EG_OK : add_operand(state, taker, 0, EGI_ROLE_TABLE, false);
+}
+
+static bool takes_rows(egi_op op) {
+  return op == EGI_OP_MatMul || op == EGI_OP_Gemm || op == EGI_OP_Linear || op == EGI_OP_LayerNormalization ||
+         op == EGI_OP_RMSNormalization;
+}
+
 static eg_status visit(finder *state, egi_node_id id) {
   const egi_node *node = &state->graph->nodes[id];
+  if (takes_rows(node->op)) EG_TRY(add_whole_table(state, id));
   bool is_hidden = node->n_inputs > 0 && state->is_hidden[node->inputs[0]];
   switch (node->op) {
   case EGI_OP_Gather:

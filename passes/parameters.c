@@ -16,6 +16,7 @@ typedef struct collector {
   uint32_t *use_parameter; /* by operand: its parameter */
   egi_map names;           /* name -> index */
   size_t table, head;      /* operands that may be tied */
+  size_t n_wrapper;        /* length of what an export wrapper puts before the names of parameters */
   egi_uses uses;           /* read where a layer is fused */
 } collector;
 
@@ -65,11 +66,32 @@ static const char *scoped_name(const collector *state, const char *scope, const 
   return egi_arena_format(state->arena, "%s.%s", scope, leaf);
 }
 
+/* What stands before the first initializer's name in which the module's path is found. */
+static void find_wrapper(collector *state) {
+  const egi_graph *graph = state->graph;
+  for (size_t i = 0; i < state->n_operands; i++) {
+    const char *scope = graph->nodes[state->operands[i].node].scope;
+    const char *raw = weight_row(graph, state->operands[i].weight)->name;
+    const char *name = scope && scope[0] ? own_name(raw, scope) : NULL;
+    if (!name) continue;
+    state->n_wrapper = (size_t)(name - raw);
+    return;
+  }
+}
+
+/* A table that no token indexes is not the norm's that takes it. */
+static const char *table_name(const collector *state, const egi_operand *operand, const char *raw) {
+  bool is_named = operand->role == EGI_ROLE_TABLE && egi_is_parameter_name(raw) &&
+                  state->graph->nodes[operand->node].op != EGI_OP_Gather;
+  return is_named && strlen(raw) > state->n_wrapper ? raw + state->n_wrapper : NULL;
+}
+
 static eg_status name_operand(collector *state, const egi_operand *operand, const char **out_name, bool *out_is_own) {
   const egi_graph *graph = state->graph;
   const char *scope = graph->nodes[operand->node].scope, *raw = weight_row(graph, operand->weight)->name;
   bool is_again = false, is_expert = operand->role == EGI_ROLE_EXPERTS; /* egi_stack_experts() has named it */
   const char *name = is_expert ? raw : own_name(raw, scope ? scope : "");
+  if (!name) name = table_name(state, operand, raw);
   *out_is_own = name != NULL;
   if (!name && (!scope || !scope[0])) name = raw;
   const char *leaf = operand->role == EGI_ROLE_BIAS ? "bias" : operand->role == EGI_ROLE_SINKS ? "sinks" : "weight";
@@ -248,6 +270,7 @@ eg_status egi_find_parameters(const egi_graph *graph, egi_arena *arena, egi_para
   if (!state.use_parameter || !state.weights) return EG_ERROR_MEMORY;
   egi_map_init(&state.names, arena);
   bool is_transposed_tie = false;
+  find_wrapper(&state);
   bool is_head_tied = find_tie(&state, &is_transposed_tie);
   EG_TRY(add_all(&state, is_head_tied));
   EG_TRY(fill_uses(&state, is_head_tied && is_transposed_tie));

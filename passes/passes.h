@@ -186,6 +186,9 @@ eg_status egi_graft_experts(egi_graph *graph, const egi_expert_parameter *parame
 /* What stands before ".lora_A.weight" in the names of one's adapter: PEFT wraps a module once for each of its
  * parameters that have adapters, so that the first lies below the "base_layer" of the second. NULL: no memory. */
 const char *egi_expert_tensors(egi_arena *arena, const egi_expert_parameter *parameter, bool has_down_adapter);
+/* Relative positions that an exporter multiplied with a layer's weights already are not reached by what changes that
+ * layer: EG_ERROR_UNSUPPORTED names a layer of the map (module path -> anything; NULL: any) for which that is so. */
+eg_status egi_check_folded_positions(const egi_graph *graph, const egi_map *adapted, egi_arena *arena);
 /* PEFT's rule: `target` equals the path or is its end after a dot; "all-linear": every linear but the head and routers.
  */
 bool egi_target_matches(const egi_linear *linear, const char *targets);

@@ -160,6 +160,7 @@ eg_status egi_adapters_choose(const egi_graph *graph, const eg_trainer_options *
     return egi_fail(arena->ctx, EG_ERROR_ARGUMENT, "every linear layer that is named is excluded");
   EG_TRY(check_patterns(&adapters, config->ranks, config->n_ranks, arena->ctx));
   EG_TRY(check_patterns(&adapters, config->alphas, config->n_alphas, arena->ctx));
+  EG_TRY(egi_check_folded_positions(graph, &taken, arena));
   EG_TRY(spell_targets(linears, n, &taken, arena, &adapters));
   size_t n_linear = adapters.count;
   EG_TRY(egi_adapters_choose_experts(graph, options->target_parameters, arena, &adapters));
@@ -304,6 +305,7 @@ eg_status egi_adapters_from_peft(const egi_graph *graph, const egi_peft *peft, e
     return status;
   }
   EG_TRY(finish_problems(&p, arena->ctx, adapters.count));
+  EG_TRY(egi_check_folded_positions(graph, &taken, arena));
   EG_TRY(spell_targets(parts.linears, parts.n, &taken, arena, &adapters));
   *out_adapters = adapters;
   return EG_OK;

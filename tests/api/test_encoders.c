@@ -157,8 +157,8 @@ static void agrees_with_pytorch(api_fixture *fixture, const char *task, int no_f
   close_task(&g);
 }
 
-static const char *const tasks[] = {"classification", "multi-label", "regression", "decoder",
-                                    "token",          "masked",      "ranking",    "cosine"};
+static const char *const tasks[] = {"classification", "multi-label", "regression", "decoder", "token",
+                                    "masked",         "ranking",     "cosine",     "relative"};
 
 static void test_golden(void **state) {
   for (size_t i = 0; i < EGI_COUNT(tasks); i++) agrees_with_pytorch(*state, tasks[i], 0);

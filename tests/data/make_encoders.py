@@ -27,6 +27,10 @@ DISTIL = dict(vocab_size=VOCAB, dim=16, hidden_dim=24, n_layers=1, n_heads=2, ma
 LLAMA = dict(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
              num_key_value_heads=1, max_position_embeddings=16, use_cache=False, pad_token_id=0, bos_token_id=1,
              eos_token_id=2)
+DEBERTA = dict(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+               max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=0,
+               relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=4, type_vocab_size=0,
+               pooler_dropout=0.0, cls_dropout=0.0, share_att_key=True, norm_rel_ebd="layer_norm")
 TASKS = {  # folder: model, configuration, settings, exporter and opset
     "classification": ("BertForSequenceClassification", "BertConfig", dict(BERT, num_labels=3), "dynamo", 20),
     "multi-label": ("DistilBertForSequenceClassification", "DistilBertConfig", dict(DISTIL, num_labels=4),
@@ -36,6 +40,7 @@ TASKS = {  # folder: model, configuration, settings, exporter and opset
     "token": ("BertForTokenClassification", "BertConfig", dict(BERT, num_labels=5), "torchscript", 17),
     "masked": ("ModernBertForMaskedLM", "ModernBertConfig", MODERN, "dynamo", 20),
     "ranking": ("ModernBertModel", "ModernBertConfig", MODERN, "torchscript", 17),
+    "relative": ("DebertaV2ForSequenceClassification", "DebertaV2Config", dict(DEBERTA, num_labels=3), "dynamo", 20),
     "cosine": ("BertModel", "BertConfig", BERT, "dynamo", 20),
 }
 HEADS = ("classifier", "score", "decoder")
@@ -86,7 +91,7 @@ def documents(task):
             row["input_ids"] = draw(n)
             if has_types(task):
                 row["token_type_ids"] = [0] * (n // 2) + [1] * (n - n // 2)
-        if task in ("classification", "decoder"):
+        if task in ("classification", "decoder", "relative"):
             row["label"] = [2, 0, 1, 2][i]
         if task == "regression":
             row["label"] = [0.5, -1.25, 2, 1e-1][i]

@@ -53,6 +53,41 @@ static void nothing_is_quantised_unasked(void **state) {
   pass_expect(fixture, "%1 = Linear(x, w)\n-> y=%1\n");
 }
 
+/* ---- relative positions ------------------------------------------------------------------------------------------ */
+
+/* Scores picked out of queries times `positions`, beside queries times keys. */
+#define RELATIVE(positions)                                                                                           \
+  "(int64[batch,sequence] input_ids, int64[batch,sequence,sequence] steps) => (float[batch,sequence,4] y)\n"          \
+  "<float[5,4] t = {1,2,3,4,5,6,7,8,9,0,1,2,3,4,5,6,7,8,9,0},\n"                                                      \
+  " float[4,4] a = {1,2,3,4,5,6,7,8,9,0,1,2,3,4,5,6}, float[4,4] b = {1,2,3,4,5,6,7,8,9,0,1,2,3,4,5,7},\n"            \
+  " float[1,4,3] \"" positions "\" = {1,2,3,4,5,6,7,8,9,0,1,2}>\n"                                                    \
+  "{ x = Gather (t, input_ids)  [\"/m/query/MatMul\"] q = MatMul (x, a)  [\"/m/key/MatMul\"] k = MatMul (x, b)\n"     \
+  "  u = Transpose <perm = [0, 2, 1]> (k)  s = MatMul (q, u)  [\"/m/by/MatMul\"] r = MatMul (q, \"" positions "\")\n" \
+  "  p = GatherElements <axis = -1> (r, steps)  z = Add (s, p)  w = Softmax (z)  y = MatMul (w, x) }"
+
+static eg_status check_positions(pass_fixture *fixture, const char *path) {
+  egi_map paths;
+  egi_map_init(&paths, &fixture->arena);
+  assert_int_equal(egi_map_put(&paths, path, 1), EG_OK);
+  return egi_check_folded_positions(fixture->graph, &paths, &fixture->arena);
+}
+
+/* What the exporter multiplied with the key layer's weights does not follow an adapter on that layer. */
+static void positions_that_were_computed_are_refused(void **state) {
+  pass_fixture *fixture = *state;
+  pass_graph(fixture, RELATIVE("val_7"));
+  pass_run(fixture, "fuse_linear,name_modules", NULL);
+  assert_int_equal(check_positions(fixture, "m.query"), EG_OK);
+  assert_int_equal(check_positions(fixture, "m.key"), EG_ERROR_UNSUPPORTED);
+  pass_expect_error(fixture,
+                    "\"/m/by/MatMul\" (MatMul): its relative positions are a constant that the exporter computed "
+                    "with \"m.key\"");
+  assert_int_equal(egi_check_folded_positions(fixture->graph, NULL, &fixture->arena), EG_ERROR_UNSUPPORTED);
+  pass_graph(fixture, RELATIVE("m.distances.weight")); /* a parameter of the model */
+  pass_run(fixture, "fuse_linear,name_modules", NULL);
+  assert_int_equal(check_positions(fixture, "m.key"), EG_OK);
+}
+
 /* ---- append_loss ------------------------------------------------------------------------------------------------ */
 
 #define MODEL(body)                                                                                                   \
@@ -351,15 +386,25 @@ static void memory_may_run_out_anywhere(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      TEST(narrow_arithmetic_becomes_wide),     TEST(a_linear_head_joins_the_loss),
-      TEST(frozen_matrices_become_codes),       TEST(nothing_is_quantised_unasked),
-      TEST(a_gemm_over_rows_joins_the_loss),    TEST(capped_logits_stay),
-      TEST(an_adapter_keeps_the_head),          TEST(unfit_logits_are_refused),
-      TEST(adapters_stand_beside_their_layers), TEST(frozen_adapters_have_no_gradients),
-      TEST(targets_without_a_layer_are_named),  TEST(graphs_share_states),
-      TEST(full_training_joins_tied_weights),   TEST(only_wanted_gradients_are_computed),
-      TEST(products_are_added_in_place),        TEST(an_operator_without_a_gradient_is_named),
-      TEST(nothing_to_train_is_an_error),       cmocka_unit_test(memory_may_run_out_anywhere),
+      TEST(narrow_arithmetic_becomes_wide),
+      TEST(a_linear_head_joins_the_loss),
+      TEST(frozen_matrices_become_codes),
+      TEST(nothing_is_quantised_unasked),
+      TEST(positions_that_were_computed_are_refused),
+      TEST(a_gemm_over_rows_joins_the_loss),
+      TEST(capped_logits_stay),
+      TEST(an_adapter_keeps_the_head),
+      TEST(unfit_logits_are_refused),
+      TEST(adapters_stand_beside_their_layers),
+      TEST(frozen_adapters_have_no_gradients),
+      TEST(targets_without_a_layer_are_named),
+      TEST(graphs_share_states),
+      TEST(full_training_joins_tied_weights),
+      TEST(only_wanted_gradients_are_computed),
+      TEST(products_are_added_in_place),
+      TEST(an_operator_without_a_gradient_is_named),
+      TEST(nothing_to_train_is_an_error),
+      cmocka_unit_test(memory_may_run_out_anywhere),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
