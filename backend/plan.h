@@ -211,7 +211,6 @@ eg_status egi_bind_value(const egi_graph *graph, egi_value_id value, const egi_t
                          egi_binding_list *list);
 
 /* store.c */
-uint64_t egi_pool_bytes(const egi_module *module, egi_state_pool pool);
 /* Whether the weight's bytes serve as they lie in the module. */
 bool egi_weight_is_in_place(const egi_backend *backend, const egi_weight *weight);
 eg_context *egi_store_context(const egi_store *store);

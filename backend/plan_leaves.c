@@ -26,7 +26,7 @@ static eg_status collect_ranges(egi_planner *planner, state_range *ranges, uint3
     for (int i = 0; i < state->rank; i++) count *= (uint64_t)state->dims[i];
     uint32_t element_bytes = egi_whole_bytes(state->dtype);
     if (!egi_dtype_bytes(state->dtype, count, &size_bytes) || state->pool >= EGI_POOL_COUNT ||
-        state->offset * element_bytes + size_bytes > egi_pool_bytes(graph->module, state->pool)) {
+        state->offset * element_bytes + size_bytes > egi_module_pool_bytes(graph->module, state->pool)) {
       return egi_fail(planner->ctx, EG_ERROR_INTERNAL, "state \"%s\" does not lie in its pool", state->name);
     }
     uint64_t first = state->offset * element_bytes;

@@ -25,10 +25,6 @@ struct egi_store {
   uint64_t pool_bytes[EGI_POOL_COUNT];
 };
 
-uint64_t egi_pool_bytes(const egi_module *module, egi_state_pool pool) {
-  return module->pool_elements[pool] * (pool == EGI_POOL_STEP ? 1u : sizeof(float));
-}
-
 /* ---- numbers that are made ------------------------------------------------------------------------------------ */
 
 enum { GENERATE_CHUNK = 4096 };
@@ -413,7 +409,7 @@ eg_status egi_store_make_pools(egi_store *store) {
   const egi_module *module = store->module;
   bool is_filled = store->pools[EGI_POOL_PARAMETERS] != NULL;
   for (unsigned pool = 0; pool < EGI_POOL_COUNT; pool++) {
-    uint64_t size_bytes = egi_pool_bytes(module, (egi_state_pool)pool);
+    uint64_t size_bytes = egi_module_pool_bytes(module, (egi_state_pool)pool);
     if (store->pools[pool] != NULL && store->pool_bytes[pool] != size_bytes) {
       return egi_fail(store->ctx, EG_ERROR_INTERNAL, "states were added after their pool was made");
     }

@@ -274,6 +274,7 @@ bool egi_body_packed_metadata(egi_body *body) {
 }
 
 bool egi_body_masked_attention(egi_body *body) {
+  if (egi_body_has(body, 8)) return false; /* a cache */
   egi_text_add(body->text, "q4 = Identity (q)\nk_all = Identity (k)\nv_all = Identity (v)\n");
   egi_body_add_scores(body);
   const char *valid = egi_body_add_kind(body, 3, 5);

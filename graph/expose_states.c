@@ -11,6 +11,7 @@ static const char *const before[EGI_POOL_COUNT] = {
     [EGI_POOL_MOMENT1] = "engraft.moment1_before.",
     [EGI_POOL_MOMENT2] = "engraft.moment2_before.",
     [EGI_POOL_STEP] = "",
+    [EGI_POOL_CACHE] = "engraft.cache_before.",
 };
 static const char *const after[EGI_POOL_COUNT] = {
     [EGI_POOL_PARAMETERS] = "engraft.parameter.",
@@ -18,6 +19,7 @@ static const char *const after[EGI_POOL_COUNT] = {
     [EGI_POOL_MOMENT1] = "engraft.moment1.",
     [EGI_POOL_MOMENT2] = "engraft.moment2.",
     [EGI_POOL_STEP] = "engraft.step.",
+    [EGI_POOL_CACHE] = "engraft.cache_after.",
 };
 
 static eg_status name_state(egi_graph *graph, egi_value_id value, const char *prefix, const char *name) {

@@ -202,6 +202,7 @@ typedef enum egi_state_pool {
   EGI_POOL_MOMENT1,    /* f32, same layout */
   EGI_POOL_MOMENT2,    /* f32, same layout */
   EGI_POOL_STEP,       /* egi_step_state */
+  EGI_POOL_CACHE,      /* keys and values of generation, of one type */
   EGI_POOL_COUNT
 } egi_state_pool;
 
@@ -388,6 +389,7 @@ uint64_t egi_module_max_nodes(const egi_module *module);
 eg_status egi_module_add_weight(egi_module *module, const egi_weight *weight, uint32_t *out_index);
 /* Places the state at the end of its pool (64-byte aligned) and sets its offset. */
 eg_status egi_module_add_state(egi_module *module, const egi_state *state, uint32_t *out_index);
+uint64_t egi_module_pool_bytes(const egi_module *module, egi_state_pool pool);
 /* A state that is a whole pool as it stands now: f32 [elements], or U8 [sizeof(egi_step_state)] for EGI_POOL_STEP. */
 eg_status egi_module_add_pool_state(egi_module *module, egi_state_pool pool, uint32_t *out_index);
 

@@ -155,9 +155,17 @@ eg_status egi_module_add_state(egi_module *module, const egi_state *state, uint3
   return EG_OK;
 }
 
+uint64_t egi_module_pool_bytes(const egi_module *module, egi_state_pool pool) {
+  uint64_t element_bytes = pool == EGI_POOL_STEP ? 1 : sizeof(float);
+  for (uint32_t i = 1; i < module->n_states && pool == EGI_POOL_CACHE; i++)
+    if (module->states[i].pool == pool) element_bytes = egi_dtype_bits(module->states[i].dtype) / 8;
+  return module->pool_elements[pool] * element_bytes;
+}
+
 static const char *pool_name(egi_state_pool pool) {
   static const char *const names[EGI_POOL_COUNT] = {"engraft.parameters", "engraft.gradients", "engraft.moment1",
-                                                    "engraft.moment2", "engraft.step"};
+                                                    "engraft.moment2", "engraft.step",
+                                                    "engraft.cache"};
   return names[pool];
 }
 

@@ -217,12 +217,24 @@ static eg_status check_documents(const egi_inference *in, unsigned first_key, co
   return check_blocks(in, first_key + 2, a->q.length);
 }
 
+/* Queries are keys too, or stand at positions of a cache. */
+static eg_status check_positions(const egi_inference *in, unsigned first_key, const attention *a) {
+  const egi_value *positions = in->node->op == EGI_OP_MaskedAttention ? egi_shape_input(in, 8) : NULL;
+  if (positions == NULL) return egi_shape_equal(in, "queries and keys", a->q.length, a->k.length, NULL);
+  if (egi_shape_input(in, 3) != NULL || egi_shape_input(in, first_key) != NULL ||
+      egi_node_int(in->node, "causal", 0) != 1)
+    return egi_shape_fail(in, "positions in a cache go with causal 1, without documents and padding");
+  EG_TRY(egi_shape_check_type(in, 8, EG_DTYPE_I32));
+  EG_TRY(egi_shape_check_input_rank(in, 8, 1));
+  return egi_shape_equal(in, "positions and queries", positions->dims[0], a->q.length, NULL);
+}
+
 /* key_valid, sinks and the documents' rows, with the sizes that they share with Q, K and V. */
 static eg_status check_masked_operands(const egi_inference *in, unsigned first_key, attention *a) {
   const egi_value *valid = egi_shape_input(in, 3), *sinks = egi_shape_input(in, 4);
   for (unsigned i = 0; i < 3; i++) EG_TRY(egi_shape_check_input_rank(in, i, 4));
   EG_TRY(check_operands(in, a));
-  EG_TRY(egi_shape_equal(in, "queries and keys", a->q.length, a->k.length, NULL));
+  EG_TRY(check_positions(in, first_key, a));
   EG_TRY(check_documents(in, first_key, a));
   if (egi_node_int(in->node, "window", 0) < 0) return egi_shape_fail(in, "the window is negative");
   if (valid != NULL) {
@@ -243,6 +255,20 @@ eg_status egi_shape_masked_attention(egi_inference *in) {
   const egi_dim dims[4] = {a.q.batch, a.q.heads, a.q.length, a.v.width};
   EG_TRY(egi_shape_set(in, 0, egi_shape_input(in, 0)->dtype, 4, dims));
   return egi_shape_set(in, 1, EG_DTYPE_F32, 3, dims);
+}
+
+/* cache, rows, positions -> cache */
+eg_status egi_shape_cache_update(egi_inference *in) {
+  const egi_value *cache = egi_shape_input(in, 0), *rows = egi_shape_input(in, 1), *positions = egi_shape_input(in, 2);
+  EG_TRY(egi_shape_check_type(in, 1, cache->dtype));
+  EG_TRY(egi_shape_check_type(in, 2, EG_DTYPE_I32));
+  EG_TRY(egi_shape_check_input_rank(in, 0, 4));
+  EG_TRY(egi_shape_check_input_rank(in, 1, 4));
+  EG_TRY(egi_shape_check_input_rank(in, 2, 1));
+  for (int i = 0; i < 4; i++)
+    if (i != 2) EG_TRY(egi_shape_equal(in, "the cache and its rows", cache->dims[i], rows->dims[i], NULL));
+  EG_TRY(egi_shape_equal(in, "rows and positions", rows->dims[2], positions->dims[0], NULL));
+  return egi_shape_set_like(in, 0, cache);
 }
 
 /* cu_seqlens, rows -> first_key, last_query, positions, block_bounds */

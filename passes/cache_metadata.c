@@ -9,7 +9,7 @@
 /* Tokens of a row when nothing is said. */
 enum { DEFAULT_TOKENS = 2048 };
 enum { FIRST_KEY, LAST_QUERY, POSITIONS, BLOCK_BOUNDS, RESULTS };
-enum { INPUT_VALID = 3, INPUT_FIRST_KEY = 5, INPUT_BLOCK_BOUNDS = 7, INPUT_COUNT = 8 };
+enum { INPUT_VALID = 3, INPUT_FIRST_KEY = 5, INPUT_BLOCK_BOUNDS = 7, INPUT_POSITIONS, INPUT_COUNT };
 
 typedef struct cacher {
   egi_pass_run *run;
@@ -51,6 +51,15 @@ static const char *check_inputs(cacher *c) {
   return NULL;
 }
 
+/* Keys that are not there yet cannot be seen. */
+static const char *check_ahead(const cacher *c) {
+  const egi_graph *graph = c->graph;
+  for (egi_node_id id = 1; id < graph->n_nodes && c->run->is_decoding; id++)
+    if (graph->nodes[id].op == EGI_OP_MaskedAttention && egi_node_int(&graph->nodes[id], "causal", 0) != 1)
+      return "a token sees those behind it";
+  return NULL;
+}
+
 static eg_status study(cacher *c, int64_t longest) {
   egi_packing *p = &c->packing;
   if (egi_find_token_input(c->graph, &p->tokens) != EG_OK) {
@@ -59,6 +68,7 @@ static eg_status study(cacher *c, int64_t longest) {
   }
   p->reason = check_sizes(c);
   if (!p->reason) p->reason = check_inputs(c);
+  if (!p->reason) p->reason = check_ahead(c);
   if (p->reason) return EG_OK;
   if (!c->graph->module->evaluator) {
     p->reason = "nothing can be computed to prove it";
@@ -79,6 +89,9 @@ static eg_status add_metadata(cacher *c) {
   int64_t known;
   if (!egi_dim_value(dims, c->packing.batch, &known))
     EG_TRY(egi_dim_assume(dims, c->packing.batch, egi_dim_constant(dims, 1)));
+  if (c->run->is_decoding)
+    return egi_graph_add_input(graph, EGI_INPUT_ROW_POSITIONS, EG_DTYPE_I32, 1, &c->packing.sequence,
+                               &c->results[POSITIONS]);
   EG_TRY(egi_graph_add_input(graph, EGI_INPUT_OFFSETS, EG_DTYPE_I32, 1, &size, &offsets));
   const egi_value_id inputs[2] = {offsets, c->packing.tokens};
   const egi_attribute block = egi_attribute_int("block", c->run->block);
@@ -101,10 +114,23 @@ static egi_value_id emit_positions(cacher *c, const egi_position_table *table) {
   return egi_emit_binary(&c->emit, EGI_OP_Unsqueeze, positions, egi_emit_integers(&c->emit, axes, count));
 }
 
-static egi_value_id emit_lookup(cacher *c, const egi_position_table *table) {
+/* A piece of a row is shorter than the table of the whole one, which is computed now. */
+static eg_status make_whole_table(cacher *c, const egi_position_table *table, egi_value_id *out_value) {
+  egi_tensor tensor;
+  EG_TRY(egi_packing_evaluate(&c->packing, table->value, c->run->tokens, &c->graph->module->arena, &tensor));
+  if (c->packing.reason != NULL)
+    return egi_fail(c->run->ctx, EG_ERROR_UNSUPPORTED, "value \"%s\": %s", c->graph->values[table->value].name,
+                    c->packing.reason);
+  return egi_add_constant(c->graph, c->graph->values[table->value].name, &tensor, out_value);
+}
+
+static eg_status emit_lookup(cacher *c, const egi_position_table *table, egi_value_id *out_value) {
   const egi_attribute axis = egi_attribute_int("axis", table->axis);
-  const egi_value_id inputs[2] = {table->value, c->results[POSITIONS]};
-  return egi_emit(&c->emit, EGI_OP_Gather, inputs, 2, &axis, 1);
+  egi_value_id inputs[2] = {table->value, c->results[POSITIONS]};
+  if (c->run->is_decoding && c->graph->values[table->value].kind == EGI_VALUE_NODE)
+    EG_TRY(make_whole_table(c, table, &inputs[0]));
+  *out_value = egi_emit(&c->emit, EGI_OP_Gather, inputs, 2, &axis, 1);
+  return c->emit.status;
 }
 
 static eg_status make_tables(cacher *c) {
@@ -114,7 +140,10 @@ static eg_status make_tables(cacher *c) {
   for (uint32_t i = 0; i < p->n_tables; i++) {
     const egi_position_table *table = &p->tables[i];
     if (table->axis < 0 || table->is_valid) continue;
-    c->replaced[i] = table->is_counts ? emit_positions(c, table) : emit_lookup(c, table);
+    if (table->is_counts)
+      c->replaced[i] = emit_positions(c, table);
+    else
+      EG_TRY(emit_lookup(c, table, &c->replaced[i]));
     EG_TRY(c->emit.status);
   }
   return EG_OK;
@@ -129,8 +158,11 @@ static eg_status bound_attention(cacher *c, egi_node_id id) {
   inputs[INPUT_FIRST_KEY] = c->results[FIRST_KEY];
   inputs[INPUT_FIRST_KEY + 1] = c->results[LAST_QUERY];
   inputs[INPUT_BLOCK_BOUNDS] = c->results[BLOCK_BOUNDS];
+  inputs[INPUT_POSITIONS] = c->run->is_decoding ? c->results[POSITIONS] : 0;
   node->inputs = inputs;
-  node->n_inputs = c->results[BLOCK_BOUNDS] != 0 ? INPUT_COUNT : INPUT_BLOCK_BOUNDS;
+  node->n_inputs = c->run->is_decoding             ? INPUT_COUNT
+                   : c->results[BLOCK_BOUNDS] != 0 ? INPUT_POSITIONS
+                                                   : INPUT_BLOCK_BOUNDS;
   c->run->report->n_matched++;
   const egi_attribute block = egi_attribute_int("block", c->run->block);
   if (c->results[BLOCK_BOUNDS] != 0) EG_TRY(egi_node_set_attribute(c->graph, id, &block));
@@ -236,7 +268,8 @@ static eg_status cache(cacher *c) {
 
 eg_status egi_pass_cache_metadata(egi_pass_run *run, egi_graph *graph) {
   cacher c = {.run = run, .graph = graph};
-  if (egi_graph_find_value(graph, EGI_INPUT_OFFSETS) != 0) return EG_OK;
+  if (egi_graph_find_value(graph, EGI_INPUT_OFFSETS) != 0 || egi_graph_find_value(graph, EGI_INPUT_ROW_POSITIONS) != 0)
+    return EG_OK;
   egi_arena_init(&c.arena, run->ctx, EGI_PURPOSE_GRAPH);
   c.packing.graph = graph;
   c.packing.arena = &c.arena;

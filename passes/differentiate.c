@@ -17,6 +17,7 @@ static const egi_gradient_rule rules[EGI_OP_COUNT] = {
 #define egi_gradient_none_constant NULL
 #define egi_gradient_none_gradient NULL
 #define egi_gradient_none_training NULL
+#define egi_gradient_none_generation NULL
 #define egi_gradient_none_eager NULL /* sizes or course that depend on data: never in a training graph */
 #include "graph/ops.def"
 #undef EGI_OP

@@ -49,5 +49,8 @@ eg_status egi_packing_walk(egi_packing *packing);
 /* packing_tables.c: each table is computed at several lengths up to `longest`: what it says of a position may not
  * depend on the length. */
 eg_status egi_packing_prove(egi_packing *packing, int64_t longest);
+/* A table for that many positions, contiguous, in `arena`; `reason` is set where it cannot be computed. */
+eg_status egi_packing_evaluate(egi_packing *packing, egi_value_id table, int64_t length, egi_arena *arena,
+                               egi_tensor *out_tensor);
 
 #endif

@@ -76,6 +76,15 @@ static eg_status run(trial *t, egi_value_id value) {
   return status;
 }
 
+eg_status egi_packing_evaluate(egi_packing *packing, egi_value_id table, int64_t length, egi_arena *arena,
+                               egi_tensor *out_tensor) {
+  trial t = {.packing = packing, .arena = arena, .length = length};
+  EG_TRY(run(&t, table));
+  packing->reason = t.reason;
+  *out_tensor = t.result;
+  return EG_OK;
+}
+
 /* ---- comparing -------------------------------------------------------------------------------------------------- */
 
 static bool fits(const egi_tensor *tensor, int axis, int64_t length, const egi_tensor *whole) {

@@ -46,6 +46,7 @@ static eg_status run_pass(egi_graph *graph, const egi_pass_info *pass, const egi
   run.is_general = options && options->is_general;
   run.tokens = options ? options->tokens : 0;
   run.block = options ? options->block : 0;
+  run.is_decoding = options != NULL && options->is_decoding;
   run.userdata = pass->userdata;
   egi_rewrite_check *check = NULL;
   if (options && options->verify) EG_TRY(egi_rewrite_check_begin(graph, &check));

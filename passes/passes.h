@@ -80,6 +80,7 @@ typedef struct egi_pass_run {
   void *userdata;   /* of the pass */
   int64_t tokens;   /* as in egi_pipeline_options */
   int64_t block;    /* as in egi_pipeline_options */
+  bool is_decoding; /* as in egi_pipeline_options */
   bool has_changed; /* the pass sets it */
 } egi_pass_run;
 
@@ -112,6 +113,9 @@ typedef struct egi_pipeline_options {
   size_t n_own_passes;
   int64_t tokens; /* of a row that documents share, for cache_metadata; 0: 2048 */
   int64_t block;  /* rows of a tile of the attention kernel, whose bounds cache_metadata has made; 0: none */
+  /* cache_metadata: a row is a piece of one document of at most `tokens`, at the positions that an input gives; keys
+   * and values of the pieces before it lie in caches, which cache_keys makes. */
+  bool is_decoding;
 } egi_pipeline_options;
 
 /* Runs a list of passes over one graph, egi_graph_tidy() and (debug builds) egi_graph_verify() after each.
@@ -414,8 +418,10 @@ eg_status egi_gradient_require(const egi_gradient *gradient, bool is_met, const 
  * token losses. */
 
 /* Names that the adapt stage gives to the values it adds to a graph. */
-#define EGI_INPUT_OFFSETS "engraft.cu_seqlens" /* input i32: where the documents of a row begin, and its length */
-#define EGI_INPUT_LABELS "engraft.labels"      /* input i64 [batch, sequence], shifted: the target of each row */
+#define EGI_INPUT_OFFSETS "engraft.cu_seqlens"      /* input i32: where the documents of a row begin, and its length */
+#define EGI_INPUT_ROW_POSITIONS "engraft.positions" /* input i32 [sequence]: of the tokens, one after the other */
+#define EGI_INPUT_ROW "engraft.row"                 /* input i64 [1]: whose logits are wanted */
+#define EGI_INPUT_LABELS "engraft.labels"           /* input i64 [batch, sequence], shifted: the target of each row */
 #define EGI_INPUT_TOKEN_LABELS                                                                                      \
   "engraft.token_labels"                            /* input i64 [batch, sequence]: the target of each token itself \
                                                      */

@@ -31,10 +31,8 @@ void egi_trainer_bytes(const eg_trainer *trainer, const egi_lanes *lanes, egi_tr
     all.inputs += one.inputs;
     all.tables += one.tables;
   }
-  for (int pool = 0; pool < EGI_POOL_COUNT; pool++) {
-    uint64_t element_bytes = pool == EGI_POOL_STEP ? 1 : sizeof(float);
-    all.states += trainer->machine.module->pool_elements[pool] * element_bytes;
-  }
+  for (int pool = 0; pool < EGI_POOL_COUNT; pool++)
+    all.states += egi_module_pool_bytes(trainer->machine.module, (egi_state_pool)pool);
   all.total = all.weights + all.states + all.transient + all.fixed + all.inputs;
   *out_memory = all;
 }

@@ -13,7 +13,7 @@ typedef struct term {
 enum { MAX_TERMS = 12 };
 
 static uint64_t pool_bytes(const eg_trainer *trainer, egi_state_pool pool) {
-  return trainer->machine.module->pool_elements[pool] * (pool == EGI_POOL_STEP ? 1 : sizeof(float));
+  return egi_module_pool_bytes(trainer->machine.module, pool);
 }
 
 /* What the device holds; their sum is the total that a budget is compared with. */

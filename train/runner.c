@@ -37,6 +37,7 @@ void egi_runner_destroy(eg_runner *runner) {
   close_run(runner);
   egi_machine_close(&runner->machine);
   egi_machine_close(&runner->packed);
+  egi_machine_close(&runner->decoder);
   egi_machine_close(&runner->general);
   egi_arena_clear(&runner->arena);
   egi_model_release(runner->model);

@@ -4,6 +4,13 @@
 
 #include <string.h>
 
+/* Pieces of a row: keys and values go to caches, one row of logits comes out. */
+static eg_status cache_keys(const eg_runner *runner, egi_machine *machine) {
+  static const char *const names[] = {"cache_keys", "eliminate_dead"};
+  const egi_pipeline_options options = {.tokens = runner->decoder_positions};
+  return egi_passes_run(machine->graph, names, EGI_COUNT(names), &options, NULL);
+}
+
 static eg_status adapt(eg_runner *runner, egi_machine *machine, const egi_peft *peft) {
   static const char *const names[] = {"quantize_base", "graft_adapters", "eliminate_common", "eliminate_dead"};
   egi_adapters adapters = {.count = 0};
@@ -16,17 +23,24 @@ static eg_status adapt(eg_runner *runner, egi_machine *machine, const egi_peft *
   if (peft != NULL || options.quantise.is_wanted)
     EG_TRY(egi_run_passes(machine->graph, names, EGI_COUNT(names), &options));
   EG_TRY(egi_machine_specialise(machine, &options, runner->options.no_fuse != 0));
+  if (machine == &runner->decoder) EG_TRY(cache_keys(runner, machine));
   EG_TRY(egi_machine_allocate(machine));
   return peft != NULL ? egi_adapters_load(machine, peft) : EG_OK;
 }
 
-/* Documents that share a row do not see each other; a graph that cannot promise it says why. */
+/* Documents that share a row do not see each other, or the pieces of one follow each other; a graph that cannot promise
+ * it says why. */
 static eg_status pack(const eg_runner *runner, egi_machine *machine) {
   static const char *const names[] = {"cache_metadata"};
-  const egi_pipeline_options options = {.tokens = runner->packed_tokens, .block = egi_machine_block(machine)};
+  const bool is_decoding = machine == &runner->decoder;
+  const egi_pipeline_options options = {.tokens = is_decoding ? runner->decoder_positions : runner->packed_tokens,
+                                        .block = is_decoding ? 0 : egi_machine_block(machine),
+                                        .is_decoding = is_decoding};
   egi_pass_report report = {0};
   EG_TRY(egi_passes_run(machine->graph, names, 1, &options, &report));
   if (report.nearest_miss == NULL) return EG_OK;
+  if (is_decoding)
+    return egi_fail(runner->ctx, EG_ERROR_UNSUPPORTED, "keys and values cannot be cached: %s", report.nearest_miss);
   return egi_fail(runner->ctx, EG_ERROR_UNSUPPORTED,
                   "positions restart within a row, but documents cannot be packed: %s", report.nearest_miss);
 }
@@ -37,7 +51,8 @@ static eg_status prepare(eg_runner *runner, egi_machine *machine, bool is_genera
   if (options->adapter != NULL) EG_TRY(egi_peft_open(runner->ctx, options->adapter, &peft));
   eg_status status = is_general ? egi_machine_prepare_general(machine, runner->model, options->device, options->dtype)
                                 : egi_machine_prepare(machine, runner->model, options->device, options->dtype);
-  if (status == EG_OK && machine == &runner->packed) status = pack(runner, machine);
+  bool is_packed = machine == &runner->packed || machine == &runner->decoder;
+  if (status == EG_OK && is_packed) status = pack(runner, machine);
   if (status == EG_OK) status = adapt(runner, machine, peft);
   egi_peft_close(peft);
   return status;
@@ -129,6 +144,36 @@ static eg_status choose_packed(eg_runner *runner, int64_t n_tokens, egi_machine 
   egi_machine_close(&runner->packed);
   runner->packed_tokens = n_tokens > LEAST_TOKENS ? n_tokens : LEAST_TOKENS;
   return prepare(runner, &runner->packed, false);
+}
+
+/* No more than a table of positions has. */
+static eg_status count_positions(eg_runner *runner, int64_t n_positions, int64_t *out_count) {
+  enum { STEP = 256 };
+  egi_inputs inputs;
+  egi_arena arena;
+  egi_arena_init(&arena, runner->ctx, EGI_PURPOSE_DATA);
+  *out_count = (n_positions + STEP - 1) / STEP * STEP;
+  eg_status status = egi_inputs_find(runner->machine.graph, &arena, &inputs);
+  int64_t most = status == EG_OK ? egi_positions_count(runner->machine.graph, &inputs) : 0;
+  if (most > 0 && *out_count > most) *out_count = most;
+  egi_arena_clear(&arena);
+  return status;
+}
+
+eg_status egi_runner_choose_decoder(eg_runner *runner, int64_t n_positions, egi_machine **out_machine) {
+  int64_t count = 0;
+  *out_machine = &runner->decoder;
+  if (runner->decoder.store != NULL && n_positions <= runner->decoder_positions) return EG_OK;
+  EG_TRY(count_positions(runner, n_positions, &count));
+  if (runner->decoder.store != NULL && count <= runner->decoder_positions) return EG_OK;
+  egi_machine_close(&runner->decoder);
+  runner->decoder_positions = count;
+  eg_status status = prepare(runner, &runner->decoder, false);
+  if (status != EG_ERROR_UNSUPPORTED) return status;
+  egi_log(runner->ctx, EG_LOG_INFO, "each token computes the whole row: %s", eg_context_error(runner->ctx));
+  egi_machine_close(&runner->decoder);
+  *out_machine = NULL;
+  return EG_OK;
 }
 
 eg_status egi_runner_choose(eg_runner *runner, const eg_tensor *inputs, size_t n_inputs, egi_machine **out_machine) {

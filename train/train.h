@@ -526,12 +526,14 @@ struct eg_runner {
   egi_arena arena;
   eg_runner_options options; /* texts are copies in `arena` */
   egi_machine machine;
-  egi_machine packed;    /* for rows of several documents; no module until it is needed */
-  int64_t packed_tokens; /* of the longest row that it is proved for */
-  egi_machine general;   /* for caches that are given and positions of any kind; no module until it is needed */
-  egi_graph *generation; /* the graph with the logits as its only output; NULL until asked for */
-  egi_arena run_arena;   /* of the last run: plan options, outputs */
-  egi_plan *plan;        /* of the last run */
+  egi_machine packed;        /* for rows of several documents; no module until it is needed */
+  int64_t packed_tokens;     /* of the longest row that it is proved for */
+  egi_machine general;       /* for caches that are given and positions of any kind; no module until it is needed */
+  egi_machine decoder;       /* for pieces of a row, with caches; no module until it is needed */
+  int64_t decoder_positions; /* that its caches hold */
+  egi_graph *generation;     /* without caches: the graph with the logits as its only output; NULL until asked for */
+  egi_arena run_arena;       /* of the last run: plan options, outputs */
+  egi_plan *plan;            /* of the last run */
   egi_session *session;
 };
 
@@ -544,6 +546,9 @@ eg_status egi_runner_generate(eg_runner *runner, const int32_t *prompt_ids, size
                               const eg_generate_options *options, eg_token_function on_token, void *userdata);
 /* runner_machines.c: graph, adapters and memory; and the machine that takes these inputs. */
 eg_status egi_runner_prepare(eg_runner *runner, const eg_runner_options *options);
+/* The machine with caches for that many positions, or for all that the model has; NULL where more than attention looks
+ * back. */
+eg_status egi_runner_choose_decoder(eg_runner *runner, int64_t n_positions, egi_machine **out_machine);
 /* Positions of one row that restart, without a mask: the documents of a packed row. NULL where there are none. */
 const eg_tensor *egi_runner_packed_row(const eg_runner *runner, const eg_tensor *inputs, size_t n_inputs);
 eg_status egi_runner_choose(eg_runner *runner, const eg_tensor *inputs, size_t n_inputs, egi_machine **out_machine);

@@ -11,7 +11,6 @@
 enum { OUTPUT_Y, OUTPUT_KEY, OUTPUT_VALUE, OUTPUT_SCORES, OUTPUT_LSE };
 enum { OUTPUT_MASKED_LSE = 1 };
 enum { INPUT_PAST_KEY = 4, INPUT_PAST_VALUE, INPUT_LENGTHS };
-enum { INPUT_FIRST_KEY = 5 }; /* of MaskedAttention */
 
 typedef struct attention_params {
   egi_attention shared;
@@ -148,7 +147,7 @@ eg_status egi_cpu_prepare_attention(egi_kernel_plan *plan) {
 eg_status egi_cpu_prepare_masked_attention(egi_kernel_plan *plan) {
   attention_params *p = EGI_NEW(plan->arena, attention_params, 1);
   if (!p) return EG_ERROR_MEMORY;
-  EG_TRY(egi_masked_attention_read(plan, INPUT_FIRST_KEY, &p->shared));
+  EG_TRY(egi_masked_attention_read(plan, EGI_MASKED_FIRST_KEY, &p->shared));
   EG_TRY(check_outputs(plan, &p->shared, OUTPUT_MASKED_LSE));
   p->shared.y = egi_attention_heads(&plan->outputs[OUTPUT_Y], p->shared.q_heads);
   p->output_mode = -1;

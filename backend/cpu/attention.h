@@ -14,6 +14,9 @@ typedef struct egi_heads {
   int64_t batch, head, row, column;
 } egi_heads;
 
+/* Inputs of MaskedAttention. */
+enum { EGI_MASKED_FIRST_KEY = 5, EGI_MASKED_POSITIONS = 8 };
+
 typedef struct egi_attention {
   const egi_isa *isa;
   const egi_row_functions *functions;
@@ -24,6 +27,7 @@ typedef struct egi_attention {
   bool is_causal, has_lengths, has_mask, has_sinks;
   unsigned first_key_input;   /* last_query follows; 0: no documents */
   unsigned bounds_input;      /* of blocks of EGI_TILE_QUERIES queries; 0: none */
+  unsigned positions_input;   /* of the queries, in a cache; 0: none */
   int64_t left, right;        /* window; -1: none */
   egi_heads q, k, v, y, mask; /* k and v: of the present ones when there is a past */
   int64_t mask_columns;       /* keys beyond it are hidden */

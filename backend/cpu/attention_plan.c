@@ -148,7 +148,9 @@ eg_status egi_masked_attention_read(egi_kernel_plan *plan, unsigned first_key, e
   a->right = a->is_causal ? -1 : window - 1;
   a->has_mask = egi_plan_has_input(plan, 3);
   a->has_sinks = egi_plan_has_input(plan, 4);
-  bool fits = plan->inputs[0].rank == 4 && a->n_keys == a->n_queries && window >= 0;
+  if (first_key == EGI_MASKED_FIRST_KEY && egi_plan_has_input(plan, EGI_MASKED_POSITIONS))
+    a->positions_input = EGI_MASKED_POSITIONS;
+  bool fits = plan->inputs[0].rank == 4 && (a->positions_input != 0 || a->n_keys == a->n_queries) && window >= 0;
   if (a->has_mask) {
     if (valid->dtype != EG_DTYPE_BOOL) return egi_fail_types(plan);
     fits = fits && valid->rank == 2 && valid->dims[0] == a->n_batches && valid->dims[1] == a->n_keys;
@@ -249,6 +251,7 @@ egi_attention_head egi_attention_head_at(const egi_attention *a, const egi_kerne
   head.k = egi_attention_matrix(a, key, &a->k, head.batch, kv_head);
   head.v = egi_attention_matrix(a, value, &a->v, head.batch, kv_head);
   head.offset = a->n_past;
+  if (a->positions_input != 0) head.offset = *(const int32_t *)call->inputs[a->positions_input].data;
   if (a->first_key_input != 0) {
     const egi_tensor *first = &call->inputs[a->first_key_input], *last = &call->inputs[a->first_key_input + 1];
     head.first_key = first->data;

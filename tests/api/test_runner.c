@@ -276,6 +276,32 @@ static void test_generate(void **state) {
   eg_model_destroy(model);
 }
 
+/* Caches grow from call to call, and a prompt of several pieces leaves in them what token by token does. */
+static void test_generate_in_pieces(void **state) {
+  api_fixture *fixture = *state;
+  eg_model *model = api_model(fixture, fixture->ctx);
+  eg_runner *runner = make_runner(fixture, model);
+  eg_generate_options options = EG_GENERATE_OPTIONS_INIT;
+  int32_t ids[400];
+  for (int32_t i = 0; i < 400; i++) ids[i] = (i * i + 3 * i) % API_VOCABULARY;
+  static const size_t lengths[] = {1, 16, 17, 65, 300, 2};
+  options.max_tokens = 3;
+  for (size_t k = 0; k < EGI_COUNT(lengths); k++) {
+    size_t n = lengths[k];
+    int32_t kept[3] = {ids[n], ids[n + 1], ids[n + 2]};
+    tokens got = {.n = 0};
+    api_must(fixture->ctx, eg_runner_generate(runner, ids, n, &options, keep, &got));
+    assert_int_equal(got.n, 3);
+    for (size_t i = 0; i < 3; i++) {
+      assert_int_equal(best_next(fixture, runner, ids, (int64_t)(n + i)), got.list[i]);
+      ids[n + i] = got.list[i];
+    }
+    memcpy(&ids[n], kept, sizeof kept);
+  }
+  eg_runner_destroy(runner);
+  eg_model_destroy(model);
+}
+
 static void test_generate_refused(void **state) {
   api_fixture *fixture = *state;
   eg_model *model = api_model(fixture, fixture->ctx);
@@ -309,6 +335,7 @@ int main(void) {
       cmocka_unit_test_setup_teardown(test_caches, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_attention_behind_caches, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_generate, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_generate_in_pieces, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_generate_refused, api_setup, api_teardown),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);

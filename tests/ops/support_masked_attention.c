@@ -344,4 +344,5 @@ void ops_case_masked_attention(void **state, egi_op op) {
       check_backward(state, &form, EG_DTYPE_F32, wanted);
   }
   if (!is_gradient) check_refusals(state);
+  if (!is_gradient) ops_check_cached_attention(state);
 }

@@ -73,6 +73,8 @@ double ops_round(eg_dtype dtype, double value);
 bool ops_agrees(const ops_case *c, const egi_kernel *kernel, char *message, size_t size);
 /* The CPU kernel of the case's operator must agree, and the operator's body where it has one. */
 void ops_check(const ops_case *c);
+/* MaskedAttention over a cache (support_cache.c). */
+void ops_check_cached_attention(void **state);
 /* What ops_check() asks of a body (support_bodies.c). */
 void ops_check_body(const ops_case *c);
 /* prepare must refuse the case with `status`. */

@@ -212,8 +212,55 @@ static void test_shared(void **state) {
   run(*state, 0, N_ROWS, packed);
 }
 
+/* ---- decoding --------------------------------------------------------------------------------------------------- */
+
+/* Positions of the input, angles from a table of all positions, keys and values behind states, one row for the head. */
+static void pieces_read_caches(void **state) {
+  pass_fixture *fixture = *state;
+  const egi_pipeline_options decoding = {.tokens = 4, .is_decoding = true};
+  static const char *const first[] = {"cache_metadata"}, *const second[] = {"cache_keys", "eliminate_dead"};
+  pass_graph(fixture,
+             "(int64[B,S] input_ids) => (float[B,S,3] logits) <float[5,2] t = {1,2,3,4,5,6,7,8,9,0}, int64 one = {1}, "
+             "int64 zero = {0}, int64[1] a1 = {1}, int64[4] heads = {0,0,1,2}, int64[3] flat = {0,0,2}, "
+             "float[3,2] w = {1,2,3,4,5,6}>\n"
+             "{ e = Gather (t, input_ids) s = Shape (input_ids) n = Gather (s, one) r = Range (zero, n, one) "
+             "f = Cast <to = 1> (r) c = Cos (f) g = Unsqueeze (c, a1) x = Mul (e, g) s4 = Reshape (x, heads) "
+             "q = Transpose <perm = [0,2,1,3]> (s4) a = engraft.Attention <causal = 1> (q, q, q) "
+             "ta = Transpose <perm = [0,2,1,3]> (a) y = Reshape (ta, flat) logits = engraft.Linear (y, w) }");
+  for (int run = 0; run < 2; run++) {
+    assert_int_equal(egi_passes_run(fixture->graph, first, 1, &decoding, NULL), EG_OK);
+    assert_int_equal(egi_passes_run(fixture->graph, second, 2, &decoding, NULL), EG_OK);
+  }
+  pass_expect(fixture, "%1 = Gather(t, input_ids)\n%2 = Gather<axis=0>(g_1, engraft.positions)\n%3 = Mul(%1, %2)\n"
+                       "%4 = Reshape(%3, {0,0,1,2})\n%5 = Transpose<perm=0,2,1,3>(%4)\n"
+                       "%6 = CacheUpdate(engraft.cache.0, %5, engraft.positions)\n"
+                       "%7 = CacheUpdate(engraft.cache.1, %5, engraft.positions)\n"
+                       "%8 = Attention<causal=1>(%5, %6, %7, _, _, _, _, _, engraft.positions)\n"
+                       "%9 = Transpose<perm=0,2,1,3>(%8)\n%10 = Reshape(%9, {0,0,2})\n"
+                       "%11 = Gather<axis=1>(%10, engraft.row)\n%12 = Linear(%11, w)\n-> logits=%12\n");
+  const egi_state *cache = &fixture->graph->module->states[1];
+  assert_int_equal(cache->pool, EGI_POOL_CACHE);
+  assert_int_equal(cache->dims[2], 4);
+  assert_int_equal(fixture->graph->n_inputs, 3);
+}
+
+/* What sees keys that are not there yet keeps the whole row. */
+static void pieces_need_causality(void **state) {
+  pass_fixture *fixture = *state;
+  const egi_pipeline_options decoding = {.tokens = 4, .is_decoding = true};
+  static const char *const names[] = {"cache_metadata"};
+  egi_pass_report report = {0};
+  pass_graph(fixture, GRAPH(QKV "a = engraft.Attention (q, q, q) " OUT));
+  assert_int_equal(egi_passes_run(fixture->graph, names, 1, &decoding, &report), EG_OK);
+  assert_string_equal(report.nearest_miss, "a token sees those behind it");
+  assert_int_equal(egi_graph_find_value(fixture->graph, EGI_INPUT_ROW_POSITIONS), 0);
+}
+
 int main(void) {
-  const struct CMUnitTest tests[] = {cmocka_unit_test_setup_teardown(test_rows, pass_set_up, pass_tear_down),
-                                     cmocka_unit_test_setup_teardown(test_shared, pass_set_up, pass_tear_down)};
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test_setup_teardown(test_rows, pass_set_up, pass_tear_down),
+      cmocka_unit_test_setup_teardown(test_shared, pass_set_up, pass_tear_down),
+      cmocka_unit_test_setup_teardown(pieces_read_caches, pass_set_up, pass_tear_down),
+      cmocka_unit_test_setup_teardown(pieces_need_causality, pass_set_up, pass_tear_down)};
   return cmocka_run_group_tests_name("cache_metadata", tests, NULL, NULL);
 }
