@@ -97,6 +97,7 @@ static eg_status choose_adapters(rewrite *r, const char *pass) {
   EG_TRY(egi_adapters_choose(r->module->graphs[0], o, &r->arena, &adapters));
   r->adapt.adapters = adapters.targets;
   r->adapt.n_adapters = adapters.count;
+  r->adapt.modules = adapters.config.modules;
   r->adapt.dropout = adapters.config.dropout;
   r->has_adapters = true;
   return EG_OK;

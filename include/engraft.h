@@ -408,13 +408,16 @@ struct eg_trainer_options {
   int no_moment_floor; /* ADAMW_8BIT: 1: a second moment may round to 0, as in bitsandbytes, where the step is then
                           first moment / epsilon; 0: what is above 0 stays so */
   double dropout;      /* of what goes into adapters, while training: as seed, step and place decide */
+  const char *modules_to_save; /* modules trained whole and saved beside the adapters, names separated by commas, as in
+                                  PEFT: each module whose path ends with one of them, and what is inside it, without
+                                  adapters; tied weights are untied; NULL: none */
 };
 #define EG_TRAINER_OPTIONS_INIT                                                                                       \
   {                                                                                                                   \
     sizeof(eg_trainer_options), "cpu", EG_DTYPE_F32, 0, 16, 16.0, "all-linear", NULL, EG_LORA_INIT_DEFAULT, 2e-4,     \
         EG_SCHEDULE_CONSTANT, 0.0, 0.0, 0.9, 0.999, 1e-8, 1.0, 2048, 1, 0, 1.0, 0, 0, 0, EG_PACKING_AUTO,             \
         EG_PACKING_CACHE_ON, EG_CHECKPOINT_AUTO, 0, 0, EG_LOSS_AUTO, EG_POOLING_AUTO, 20.0, 0, NULL, NULL, NULL, 1.0, \
-        EG_QUANT_NONE, 64, 1, NULL, NULL, NULL, EG_MOE_FUSED, EG_OPTIMIZER_ADAMW, 0, 0.0                              \
+        EG_QUANT_NONE, 64, 1, NULL, NULL, NULL, EG_MOE_FUSED, EG_OPTIMIZER_ADAMW, 0, 0.0, NULL                        \
   }
 
 /* What a step did. */

@@ -70,6 +70,8 @@ typedef struct egi_peft_config {
   const char *targets; /* target_modules joined by commas, or "all-linear"; NULL: those that the tensors name (a regular
                           expression, or narrowed by layers_to_transform or exclude_modules) */
   const char *parameters; /* target_parameters joined by commas; NULL: none */
+  const char *modules;    /* modules_to_save joined by commas; NULL: none */
+  const char *task;       /* task_type; NULL: none */
   const char *base_model;
   const egi_peft_pattern *ranks, *alphas;
   size_t n_ranks, n_alphas;

@@ -43,7 +43,7 @@ static const key_row key_rows[] = {{"alora_invocation_tokens", RULE_UNSET},
                                    {"lora_ga_config", RULE_ANY},
                                    {"megatron_config", RULE_ANY},
                                    {"megatron_core", RULE_ANY},
-                                   {"modules_to_save", RULE_UNSET},
+                                   {"modules_to_save", RULE_ANY},
                                    {"monteclora_config", RULE_UNSET},
                                    {"peft_type", RULE_ANY},
                                    {"peft_version", RULE_ANY},
@@ -116,6 +116,12 @@ static eg_status check_init(const egi_json *json) {
                   json->what, json_string_value(value));
 }
 
+static eg_status copy_string(egi_arena *arena, const char **string) {
+  if (*string == NULL) return EG_OK;
+  *string = egi_arena_copy_text(arena, *string, strlen(*string));
+  return *string != NULL ? EG_OK : EG_ERROR_MEMORY;
+}
+
 /* Names of the key's list joined by commas into the arena. */
 static eg_status join_names(const egi_json *json, const char *key, const json_t *list, egi_arena *arena,
                             const char **out_names) {
@@ -168,6 +174,19 @@ static eg_status read_parameters(const egi_json *json, egi_arena *arena, egi_pef
                     "%s: \"lora_dropout\" is %g, which PEFT does not allow beside \"target_parameters\"", json->what,
                     config->dropout);
   return join_names(json, "target_parameters", parameters, arena, &config->parameters);
+}
+
+static eg_status read_modules(const egi_json *json, egi_arena *arena, egi_peft_config *config) {
+  json_t *modules = json_object_get(json->object, "modules_to_save"),
+         *tying = json_object_get(json->object, "ensure_weight_tying");
+  if (modules == NULL || is_unset(modules)) return EG_OK;
+  if (!json_is_array(modules))
+    return egi_fail(json->ctx, EG_ERROR_FORMAT, "%s: \"modules_to_save\" is no list of names", json->what);
+  if (tying != NULL && !is_unset(tying))
+    return egi_fail(json->ctx, EG_ERROR_UNSUPPORTED,
+                    "%s: \"ensure_weight_tying\" is set beside \"modules_to_save\", which engraft does not support",
+                    json->what);
+  return join_names(json, "modules_to_save", modules, arena, &config->modules);
 }
 
 /* PEFT's rule (peft/utils/other.py, get_pattern_key). */
@@ -224,14 +243,14 @@ static eg_status read_config(const egi_json *json, egi_arena *arena, egi_peft_co
   EG_TRY(egi_json_number(json, "lora_dropout", &config->dropout));
   EG_TRY(egi_json_boolean(json, "use_rslora", &config->use_rslora));
   EG_TRY(egi_json_string(json, "base_model_name_or_path", &config->base_model));
+  EG_TRY(egi_json_string(json, "task_type", &config->task));
   config->rank = (uint32_t)rank;
-  if (config->base_model != NULL) {
-    config->base_model = egi_arena_copy_text(arena, config->base_model, strlen(config->base_model));
-    if (config->base_model == NULL) return EG_ERROR_MEMORY;
-  }
+  EG_TRY(copy_string(arena, &config->base_model));
+  EG_TRY(copy_string(arena, &config->task));
   EG_TRY(read_patterns(json, "rank_pattern", arena, &config->ranks, &config->n_ranks));
   EG_TRY(read_patterns(json, "alpha_pattern", arena, &config->alphas, &config->n_alphas));
   EG_TRY(read_parameters(json, arena, config));
+  EG_TRY(read_modules(json, arena, config));
   return read_targets(json, arena, config);
 }
 
@@ -291,12 +310,6 @@ double egi_peft_scale(const egi_peft_config *config, const char *path) {
   return alpha / (config->use_rslora ? sqrt(rank) : rank);
 }
 
-static eg_status copy_string(egi_arena *arena, const char **string) {
-  if (*string == NULL) return EG_OK;
-  *string = egi_arena_copy_text(arena, *string, strlen(*string));
-  return *string != NULL ? EG_OK : EG_ERROR_MEMORY;
-}
-
 static eg_status copy_patterns(egi_arena *arena, const egi_peft_pattern **patterns, size_t count) {
   egi_peft_pattern *copy = EGI_NEW(arena, egi_peft_pattern, count + 1);
   if (copy == NULL) return EG_ERROR_MEMORY;
@@ -312,6 +325,8 @@ static eg_status copy_patterns(egi_arena *arena, const egi_peft_pattern **patter
 eg_status egi_peft_config_copy(egi_arena *arena, egi_peft_config *config) {
   EG_TRY(copy_string(arena, &config->targets));
   EG_TRY(copy_string(arena, &config->parameters));
+  EG_TRY(copy_string(arena, &config->modules));
+  EG_TRY(copy_string(arena, &config->task));
   EG_TRY(copy_string(arena, &config->base_model));
   EG_TRY(copy_patterns(arena, &config->ranks, config->n_ranks));
   return copy_patterns(arena, &config->alphas, config->n_alphas);

@@ -64,13 +64,17 @@ static void write_config(egi_text *text, egi_arena *arena, const egi_peft_config
   egi_text_add(text, "  \"fan_in_fan_out\": false,\n  \"inference_mode\": true,\n  \"init_lora_weights\": true,\n");
   egi_text_add(text, "  \"lora_alpha\": ");
   add_number(text, config->alpha);
-  egi_text_format(text, ",\n  \"lora_dropout\": %.17g,\n  \"modules_to_save\": null,\n", config->dropout);
+  egi_text_format(text, ",\n  \"lora_dropout\": %.17g,\n", config->dropout);
+  if (config->modules != NULL)
+    add_names(text, arena, "modules_to_save", config->modules);
+  else
+    add_string(text, "modules_to_save", NULL);
   add_string(text, "peft_type", "LORA");
   egi_text_format(text, "  \"r\": %u,\n", (unsigned)config->rank);
   add_patterns(text, "rank_pattern", config->ranks, config->n_ranks);
   add_names(text, arena, "target_modules", config->targets);
   if (config->parameters != NULL) add_names(text, arena, "target_parameters", config->parameters);
-  add_string(text, "task_type", "CAUSAL_LM");
+  add_string(text, "task_type", config->task);
   egi_text_format(text, "  \"use_dora\": false,\n  \"use_rslora\": %s\n}\n", config->use_rslora ? "true" : "false");
 }
 

@@ -1,7 +1,7 @@
 /* LoRA beside the linear layers and on the experts that the caller chose: y + scale · (x·Aᵀ)·Bᵀ (Hu et al. 2021,
- * arXiv:2106.09685), A [r, in] and B [out, r] as PEFT stores them; or, for full training, a state in the place of every
- * parameter. States that the module has already, from another graph, are used again. Precondition: after name_modules,
- * float32. */
+ * arXiv:2106.09685), A [r, in] and B [out, r] as PEFT stores them; a state in the place of each parameter of modules
+ * that are trained whole, or, for full training, of all. States that the module has already, from another graph, are
+ * used again. Precondition: after name_modules, float32. */
 #include <string.h>
 
 #include "passes/passes.h"
@@ -198,21 +198,9 @@ static eg_status graft_all(grafter *state) {
 
 /* ---- full training ---------------------------------------------------------------------------------------------- */
 
-static eg_status replace_one(grafter *state, const egi_parameter *parameter) {
-  const egi_weight *weight = &state->graph->module->weights[parameter->weight];
-  egi_state wanted = {.name = parameter->name,
-                      .pool = EGI_POOL_PARAMETERS,
-                      .dtype = EG_DTYPE_F32,
-                      .rank = weight->rank,
-                      .weight = parameter->weight,
-                      .is_transposed = parameter->is_transposed,
-                      .is_vector = parameter->is_vector,
-                      .has_decay = weight->rank >= 2 && !parameter->is_vector,
-                      .parts = parameter->parts,
-                      .n_parts = parameter->n_parts};
-  memcpy(wanted.dims, weight->dims, sizeof(wanted.dims));
+static eg_status replace_one(grafter *state, const egi_parameter *parameter, const egi_state *wanted) {
   egi_value_id value = 0;
-  EG_TRY(make_trainable(state, &wanted, &value));
+  EG_TRY(make_trainable(state, wanted, &value));
   state->run->report->n_matched++;
   return egi_replace_parameter(state->graph, parameter, value);
 }
@@ -237,16 +225,29 @@ static eg_status replace_all(grafter *state) {
   EG_TRY(egi_find_parameters(state->graph, &state->arena, &parameters, &n_parameters));
   if (n_parameters == 0)
     return egi_fail(state->run->ctx, EG_ERROR_DATA, "the model has no weights that can be trained");
-  for (size_t i = 0; i < n_parameters; i++) EG_TRY(replace_one(state, &parameters[i]));
+  for (size_t i = 0; i < n_parameters; i++) {
+    const egi_state wanted = egi_parameter_state(state->graph, &parameters[i]);
+    EG_TRY(replace_one(state, &parameters[i], &wanted));
+  }
+  return EG_OK;
+}
+
+static eg_status graft_beside_modules(grafter *state) {
+  egi_saved_parameter *saved = NULL;
+  size_t n = 0;
+  EG_TRY(graft_all(state)); /* first: layers are found by the weights above them */
+  EG_TRY(egi_find_saved_parameters(state->graph, state->run->adapt->modules, &state->arena, &saved, &n));
+  for (size_t i = 0; i < n; i++) EG_TRY(replace_one(state, &saved[i].parameter, &saved[i].state));
   return EG_OK;
 }
 
 eg_status egi_pass_graft_adapters(egi_pass_run *run, egi_graph *graph) {
-  if (!run->adapt || (!run->adapt->is_full && run->adapt->n_adapters == 0)) return EG_OK;
+  const egi_adapt_options *adapt = run->adapt;
+  if (!adapt || (!adapt->is_full && adapt->n_adapters == 0 && adapt->modules == NULL)) return EG_OK;
   grafter state = {.run = run, .graph = graph};
   egi_arena_init(&state.arena, run->ctx, EGI_PURPOSE_GRAPH);
   eg_status status = list_states(&state);
-  if (status == EG_OK) status = run->adapt->is_full ? replace_all(&state) : graft_all(&state);
+  if (status == EG_OK) status = adapt->is_full ? replace_all(&state) : graft_beside_modules(&state);
   egi_redirect_free(&state.redirect);
   egi_arena_clear(&state.arena);
   run->has_changed = true;

@@ -260,8 +260,8 @@ static void drop_quantised(collector *state) {
   state->n_operands = n;
 }
 
-eg_status egi_find_parameters(const egi_graph *graph, egi_arena *arena, egi_parameter **out_parameters,
-                              size_t *out_count) {
+static eg_status find_all(const egi_graph *graph, bool may_tie, egi_arena *arena, egi_parameter **out_parameters,
+                          size_t *out_count) {
   collector state = {.graph = graph, .arena = arena};
   EG_TRY(egi_find_operands(graph, arena, &state.operands, &state.n_operands));
   drop_quantised(&state);
@@ -271,12 +271,22 @@ eg_status egi_find_parameters(const egi_graph *graph, egi_arena *arena, egi_para
   egi_map_init(&state.names, arena);
   bool is_transposed_tie = false;
   find_wrapper(&state);
-  bool is_head_tied = find_tie(&state, &is_transposed_tie);
+  bool is_head_tied = may_tie && find_tie(&state, &is_transposed_tie);
   EG_TRY(add_all(&state, is_head_tied));
   EG_TRY(fill_uses(&state, is_head_tied && is_transposed_tie));
   *out_parameters = state.list;
   *out_count = state.count;
   return EG_OK;
+}
+
+eg_status egi_find_parameters(const egi_graph *graph, egi_arena *arena, egi_parameter **out_parameters,
+                              size_t *out_count) {
+  return find_all(graph, true, arena, out_parameters, out_count);
+}
+
+eg_status egi_find_untied_parameters(const egi_graph *graph, egi_arena *arena, egi_parameter **out_parameters,
+                                     size_t *out_count) {
+  return find_all(graph, false, arena, out_parameters, out_count);
 }
 
 /* ---- replacing -------------------------------------------------------------------------------------------------- */

@@ -32,10 +32,11 @@ typedef struct egi_quantise_options {
 typedef struct egi_adapt_options {
   const egi_adapter_target *adapters;
   size_t n_adapters;
-  bool is_full;      /* every parameter becomes a trainable state */
-  bool has_gradient; /* false: append_loss for evaluation only */
-  bool is_frozen;    /* graft adapters whose values never change: no gradient states are made */
-  eg_loss loss;      /* EG_LOSS_AUTO: of the next token */
+  const char *modules; /* trained whole beside adapters: as in PEFT's modules_to_save, joined by commas; NULL: none */
+  bool is_full;        /* every parameter becomes a trainable state */
+  bool has_gradient;   /* false: append_loss for evaluation only */
+  bool is_frozen;      /* graft adapters whose values never change: no gradient states are made */
+  eg_loss loss;        /* EG_LOSS_AUTO: of the next token */
   eg_pooling pooling;
   double similarity_scale; /* 0: 20 */
   double dropout;          /* of the inputs of adapters, where there are gradients */
@@ -222,6 +223,22 @@ typedef struct egi_parameter {
  */
 eg_status egi_find_parameters(const egi_graph *graph, egi_arena *arena, egi_parameter **out_parameters,
                               size_t *out_count);
+/* The same, but a head that is tied to the token table is a parameter of its own. */
+eg_status egi_find_untied_parameters(const egi_graph *graph, egi_arena *arena, egi_parameter **out_parameters,
+                                     size_t *out_count);
+/* The state that trains a parameter, of its name and first values. */
+egi_state egi_parameter_state(const egi_graph *graph, const egi_parameter *parameter);
+/* Whether PEFT's modules_to_save of these names (joined by commas; NULL: none) holds the module or one around it. */
+bool egi_is_saved_module(const char *modules, const char *path);
+/* A parameter of such a module, and its state: named, with its parts, as in PEFT's files. */
+typedef struct egi_saved_parameter {
+  egi_parameter parameter;
+  egi_state state;
+} egi_saved_parameter;
+/* All of them, tied weights apart as in PEFT. EG_ERROR_UNSUPPORTED for what cannot be trained, EG_ERROR_ARGUMENT for a
+ * name without such a module. */
+eg_status egi_find_saved_parameters(const egi_graph *graph, const char *modules, egi_arena *arena,
+                                    egi_saved_parameter **out_parameters, size_t *out_count);
 /* Before parameters are looked for: the experts of MoE nodes become stacks as Hugging Face holds and names them. Types
  * of the nodes' operands stay. */
 eg_status egi_stack_experts(egi_graph *graph);

@@ -22,6 +22,9 @@ static eg_status check_conflicts(tool *t, const eg_trainer_options *options) {
   if (tool_is_given(t, OPTION_TARGET_PARAMETERS) &&
       strcmp(config.parameters != NULL ? config.parameters : "none", options->target_parameters) != 0)
     wrong = "--target-parameters";
+  if (tool_is_given(t, OPTION_MODULES_TO_SAVE) &&
+      strcmp(config.modules != NULL ? config.modules : "", options->modules_to_save) != 0)
+    wrong = "--modules-to-save";
   if (tool_is_given(t, OPTION_INIT)) wrong = "--init";
   if (tool_is_given(t, OPTION_RSLORA) && !config.use_rslora) wrong = "--rslora";
   if (tool_is_given(t, OPTION_LORA_DROPOUT) && (options->dropout < config.dropout || options->dropout > config.dropout))

@@ -97,6 +97,7 @@ eg_status training_options(tool *t, eg_trainer_options *options) {
   options->dropout = t->values[OPTION_LORA_DROPOUT].number;
   options->lora_plus = t->values[OPTION_LORA_PLUS].number;
   options->target_parameters = tool_text(t, OPTION_TARGET_PARAMETERS);
+  options->modules_to_save = tool_text(t, OPTION_MODULES_TO_SAVE);
   options->moe_dispatch = strcmp(tool_text(t, OPTION_MOE_DISPATCH), "loop") == 0 ? EG_MOE_LOOP : EG_MOE_FUSED;
   options->init_adapter = tool_text(t, OPTION_INIT_ADAPTER);
   options->plan = tool_text(t, OPTION_PLAN);

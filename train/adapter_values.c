@@ -28,11 +28,13 @@ eg_status egi_adapter_read(eg_context *ctx, const egi_safetensor *tensor, float 
 typedef eg_status (*fill_function)(const egi_machine *machine, const egi_state *state, const void *argument,
                                    float *values, uint64_t count);
 
-/* Runs `fill` for each adapter tensor and writes the result to the parameter pool. */
-static eg_status fill_states(egi_machine *machine, fill_function fill, const void *argument) {
+/* Runs `fill` for each adapter tensor, or each parameter of modules that are trained whole, and writes the result to
+ * the parameter pool. */
+static eg_status fill_states(egi_machine *machine, fill_function fill, const void *argument, bool is_saved) {
   for (uint32_t i = 1; i < machine->module->n_states; i++) {
     const egi_state *state = &machine->module->states[i];
-    if (state->pool != EGI_POOL_PARAMETERS || state->rank != 2) continue;
+    bool is_wanted = is_saved ? state->weight != 0 : state->weight == 0 && state->rank == 2;
+    if (state->pool != EGI_POOL_PARAMETERS || !is_wanted) continue;
     uint64_t count = egi_state_count(state);
     float *values = egi_allocate(machine->ctx, EGI_PURPOSE_DATA, (size_t)count * sizeof *values);
     if (values == NULL) return EG_ERROR_MEMORY;
@@ -70,7 +72,25 @@ static eg_status fill_initial(const egi_machine *machine, const egi_state *state
 
 eg_status egi_adapters_initialise(egi_machine *machine, eg_lora_init init, uint64_t seed) {
   initial start = {init, seed};
-  return fill_states(machine, fill_initial, &start);
+  return fill_states(machine, fill_initial, &start, false); /* the others are the model's own already */
+}
+
+/* The parts of a fused weight one after the other. */
+static eg_status fill_from_parts(const egi_machine *machine, const egi_state *state, const void *argument,
+                                 float *values, uint64_t count) {
+  const egi_peft *peft = argument;
+  uint64_t done = 0;
+  for (uint32_t i = 0; i < (state->n_parts > 0 ? state->n_parts : 1); i++) {
+    const char *name = state->n_parts > 0 ? state->parts[i].name : state->name;
+    const egi_safetensor *tensor = egi_safetensors_find(peft->tensors, name);
+    uint64_t n = 1;
+    for (int axis = 0; tensor != NULL && axis < tensor->rank; axis++) n *= (uint64_t)tensor->dims[axis];
+    if (tensor == NULL || n > count - done)
+      return egi_fail(machine->ctx, EG_ERROR_INTERNAL, "adapter tensor \"%s\" was not checked", name);
+    EG_TRY(egi_adapter_read(machine->ctx, tensor, values + done, n));
+    done += n;
+  }
+  return EG_OK;
 }
 
 static eg_status fill_from_peft(const egi_machine *machine, const egi_state *state, const void *argument, float *values,
@@ -83,5 +103,6 @@ static eg_status fill_from_peft(const egi_machine *machine, const egi_state *sta
 }
 
 eg_status egi_adapters_load(egi_machine *machine, const egi_peft *peft) {
-  return fill_states(machine, fill_from_peft, peft);
+  EG_TRY(fill_states(machine, fill_from_peft, peft, false));
+  return fill_states(machine, fill_from_parts, peft, true);
 }

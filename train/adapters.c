@@ -16,17 +16,20 @@ static const char *last_part(const char *path) {
 typedef struct selection {
   bool is_all; /* every linear layer but the head and routers */
   egi_modules targets, excluded;
+  const char *saved; /* modules that are trained whole */
 } selection;
 
 static eg_status read_selection(const eg_trainer_options *options, egi_arena *arena, selection *out_selection) {
   out_selection->is_all = strcmp(options->targets, "all-linear") == 0;
   const char *targets = strcmp(options->targets, "none") == 0 ? "" : options->targets;
+  out_selection->saved = options->modules_to_save;
   EG_TRY(egi_modules_read(arena, targets, &out_selection->targets));
   return egi_modules_read(arena, options->exclude, &out_selection->excluded);
 }
 
 static bool is_selected(const egi_linear *linear, const selection *selected) {
   if (linear->path == NULL || egi_modules_match(&selected->excluded, linear->path)) return false;
+  if (egi_is_saved_module(selected->saved, linear->path)) return false;
   if (selected->is_all) return !linear->is_head && !linear->is_router;
   return egi_modules_match(&selected->targets, linear->path);
 }
@@ -118,6 +121,8 @@ static eg_status take(egi_adapters *adapters, egi_map *taken, const char *path, 
 static eg_status read_settings(const eg_trainer_options *options, egi_arena *arena, egi_peft_config *config) {
   *config = (egi_peft_config){
       .rank = options->rank, .alpha = options->alpha, .dropout = options->dropout, .use_rslora = options->rslora != 0};
+  if (options->modules_to_save != NULL && options->modules_to_save[0] != '\0')
+    config->modules = options->modules_to_save;
   EG_TRY(egi_patterns_read(arena, "rank pattern", options->rank_pattern, &config->ranks, &config->n_ranks));
   return egi_patterns_read(arena, "alpha pattern", options->alpha_pattern, &config->alphas, &config->n_alphas);
 }
@@ -135,6 +140,13 @@ static eg_status check_patterns(const egi_adapters *adapters, const egi_peft_pat
   return EG_OK;
 }
 
+/* Whether the modules that are to be trained whole are there and can be. */
+static eg_status check_saved(const egi_graph *graph, const char *modules, egi_arena *arena) {
+  egi_saved_parameter *saved;
+  size_t n;
+  return egi_find_saved_parameters(graph, modules, arena, &saved, &n);
+}
+
 eg_status egi_adapters_choose(const egi_graph *graph, const eg_trainer_options *options, egi_arena *arena,
                               egi_adapters *out_adapters) {
   egi_linear *linears;
@@ -145,6 +157,7 @@ eg_status egi_adapters_choose(const egi_graph *graph, const eg_trainer_options *
   egi_peft_config *config = &adapters.config;
   EG_TRY(read_settings(options, arena, config));
   EG_TRY(read_selection(options, arena, &selected));
+  EG_TRY(check_saved(graph, config->modules, arena));
   EG_TRY(egi_find_linears(graph, arena, &linears, &n));
   if (!selected.is_all) EG_TRY(check_names(linears, n, &selected.targets, arena));
   EG_TRY(check_names(linears, n, &selected.excluded, arena));
@@ -157,7 +170,7 @@ eg_status egi_adapters_choose(const egi_graph *graph, const eg_trainer_options *
     EG_TRY(take(&adapters, &taken, path, egi_peft_rank(config, path), egi_peft_scale(config, path)));
   }
   if (adapters.count == 0 && n > 0 && selected.targets.names != NULL && selected.targets.names[0] != '\0')
-    return egi_fail(arena->ctx, EG_ERROR_ARGUMENT, "every linear layer that is named is excluded");
+    return egi_fail(arena->ctx, EG_ERROR_ARGUMENT, "every linear layer that is named is excluded or saved whole");
   EG_TRY(check_patterns(&adapters, config->ranks, config->n_ranks, arena->ctx));
   EG_TRY(check_patterns(&adapters, config->alphas, config->n_alphas, arena->ctx));
   EG_TRY(egi_check_folded_positions(graph, &taken, arena));
@@ -188,12 +201,23 @@ static bool is_float_file(eg_dtype dtype) {
 }
 
 typedef struct tensor_shape {
-  const char *path, *part;
-  int64_t rows, columns;
+  const char *name;
+  int rank;
+  int64_t dims[EGI_MAX_RANK];
 } tensor_shape;
 
+static bool has_shape(const egi_safetensor *tensor, const tensor_shape *shape) {
+  bool is_equal = tensor->rank == shape->rank;
+  for (int i = 0; is_equal && i < shape->rank; i++) is_equal = tensor->dims[i] == shape->dims[i];
+  return is_equal;
+}
+
+static void add_dims(egi_text *text, int rank, const int64_t *dims) {
+  for (int i = 0; i < rank; i++) egi_text_format(text, "%s%" PRId64, i > 0 ? "," : "", dims[i]);
+}
+
 static void check_tensor(problems *p, const egi_peft *peft, tensor_shape shape, egi_map *used) {
-  const char *name = egi_arena_format(used->arena, "base_model.model.%s.%s.weight", shape.path, shape.part);
+  const char *name = shape.name;
   const egi_safetensor *tensor = name != NULL ? egi_safetensors_find(peft->tensors, name) : NULL;
   if (name == NULL || (tensor != NULL && egi_map_put(used, name, 1) != EG_OK)) {
     p->text.is_failed = true;
@@ -203,16 +227,48 @@ static void check_tensor(problems *p, const egi_peft *peft, tensor_shape shape, 
     if (next_problem(p)) egi_text_format(&p->text, "%s is missing", name);
   } else if (!is_float_file(tensor->dtype)) {
     if (next_problem(p)) egi_text_format(&p->text, "%s has type %s", name, egi_dtype_name(tensor->dtype));
-  } else if (tensor->rank != 2 || tensor->dims[0] != shape.rows || tensor->dims[1] != shape.columns) {
+  } else if (!has_shape(tensor, &shape)) {
     if (!next_problem(p)) return;
     egi_text_format(&p->text, "%s is [", name);
-    for (int i = 0; i < tensor->rank; i++) egi_text_format(&p->text, "%s%" PRId64, i > 0 ? "," : "", tensor->dims[i]);
-    egi_text_format(&p->text, "], not [%" PRId64 ",%" PRId64 "]", shape.rows, shape.columns);
+    add_dims(&p->text, tensor->rank, tensor->dims);
+    egi_text_add(&p->text, "], not [");
+    add_dims(&p->text, shape.rank, shape.dims);
+    egi_text_add(&p->text, "]");
   }
 }
 
+typedef struct matrix_shape {
+  const char *path;
+  char which; /* A, B */
+  int64_t rows, columns;
+} matrix_shape;
+
+static void check_matrix(problems *p, const egi_peft *peft, const matrix_shape *shape, egi_map *used) {
+  const char *name = egi_arena_format(used->arena, "base_model.model.%s.lora_%c.weight", shape->path, shape->which);
+  check_tensor(p, peft, (tensor_shape){name, 2, {shape->rows, shape->columns}}, used);
+}
+
+/* The tensors of modules that were trained whole. */
+static eg_status check_modules(problems *p, const egi_graph *graph, const egi_peft *peft, egi_map *used) {
+  egi_saved_parameter *saved;
+  size_t n;
+  EG_TRY(egi_find_saved_parameters(graph, peft->config.modules, used->arena, &saved, &n));
+  for (size_t i = 0; i < n; i++) {
+    const egi_state *state = &saved[i].state;
+    tensor_shape shape = {.name = state->name};
+    shape.rank = egi_state_file_dims(state, shape.dims);
+    if (state->n_parts == 0) check_tensor(p, peft, shape, used);
+    for (uint32_t part = 0; part < state->n_parts; part++) {
+      shape.name = state->parts[part].name;
+      shape.dims[0] = state->parts[part].rows;
+      check_tensor(p, peft, shape, used);
+    }
+  }
+  return EG_OK;
+}
+
 static bool is_wanted(const egi_peft *peft, const egi_linear *linear, egi_arena *arena) {
-  if (linear->path == NULL) return false;
+  if (linear->path == NULL || egi_is_saved_module(peft->config.modules, linear->path)) return false;
   if (peft->config.targets != NULL) return egi_target_matches(linear, peft->config.targets);
   const char *name = egi_arena_format(arena, "base_model.model.%s.lora_A.weight", linear->path);
   return name != NULL && egi_safetensors_find(peft->tensors, name) != NULL;
@@ -222,7 +278,8 @@ static void check_extra(problems *p, const egi_peft *peft, const egi_map *used) 
   for (size_t i = 0; i < egi_safetensors_count(peft->tensors); i++) {
     const char *name = egi_safetensors_at(peft->tensors, i)->name;
     if (egi_map_get(used, name, NULL)) continue;
-    if (next_problem(p)) egi_text_format(&p->text, "%s fits no linear layer or experts of the model", name);
+    if (next_problem(p))
+      egi_text_format(&p->text, "%s fits no linear layer, experts or saved module of the model", name);
   }
 }
 
@@ -253,14 +310,15 @@ static eg_status match_experts(const egi_expert_parameter *experts, size_t n, co
     bool has_down = i + 1 < count && of[i + 1]->node == of[i]->node;
     const char *tensors = egi_expert_tensors(used->arena, of[i], has_down);
     if (tensors == NULL) return EG_ERROR_MEMORY;
-    check_tensor(p, peft, (tensor_shape){tensors, "lora_A", ranks, of[i]->in_features}, used);
-    check_tensor(p, peft, (tensor_shape){tensors, "lora_B", of[i]->out_features, ranks}, used);
+    check_matrix(p, peft, &(matrix_shape){tensors, 'A', ranks, of[i]->in_features}, used);
+    check_matrix(p, peft, &(matrix_shape){tensors, 'B', of[i]->out_features, ranks}, used);
   }
   adapters->count += count;
   return EG_OK;
 }
 
 typedef struct model_parts {
+  const egi_graph *graph;
   egi_linear *linears;
   size_t n;
   egi_expert_parameter *experts;
@@ -279,17 +337,18 @@ static eg_status match_tensors(const model_parts *parts, const egi_peft *peft, e
     if (!is_wanted(peft, &linears[i], arena) || egi_map_get(taken, path, NULL)) continue;
     uint32_t rank = egi_peft_rank(&peft->config, path);
     EG_TRY(take(adapters, taken, path, rank, egi_peft_scale(&peft->config, path)));
-    check_tensor(p, peft, (tensor_shape){path, "lora_A", rank, linears[i].in_features}, &used);
-    check_tensor(p, peft, (tensor_shape){path, "lora_B", linears[i].out_features, rank}, &used);
+    check_matrix(p, peft, &(matrix_shape){path, 'A', rank, linears[i].in_features}, &used);
+    check_matrix(p, peft, &(matrix_shape){path, 'B', linears[i].out_features, rank}, &used);
   }
   EG_TRY(match_experts(parts->experts, parts->n_experts, peft, p, &used, adapters));
+  EG_TRY(check_modules(p, parts->graph, peft, &used));
   check_extra(p, peft, &used);
   return EG_OK;
 }
 
 eg_status egi_adapters_from_peft(const egi_graph *graph, const egi_peft *peft, egi_arena *arena,
                                  egi_adapters *out_adapters) {
-  model_parts parts;
+  model_parts parts = {.graph = graph};
   egi_map taken;
   problems p = {.count = 0};
   egi_adapters adapters = {.config = peft->config};
@@ -304,7 +363,7 @@ eg_status egi_adapters_from_peft(const egi_graph *graph, const egi_peft *peft, e
     egi_text_free(&p.text);
     return status;
   }
-  EG_TRY(finish_problems(&p, arena->ctx, adapters.count));
+  EG_TRY(finish_problems(&p, arena->ctx, adapters.count + (peft->config.modules != NULL)));
   EG_TRY(egi_check_folded_positions(graph, &taken, arena));
   EG_TRY(spell_targets(parts.linears, parts.n, &taken, arena, &adapters));
   *out_adapters = adapters;

@@ -124,6 +124,7 @@ static eg_status adapt(egi_machine *machine, const egi_peft *peft, const egi_doc
   if (peft != NULL) EG_TRY(egi_adapters_from_peft(machine->graph, peft, arena, &adapters));
   egi_adapt_options options = {.adapters = adapters.targets,
                                .n_adapters = adapters.count,
+                               .modules = adapters.config.modules,
                                .is_frozen = true,
                                .loss = objective->loss,
                                .pooling = objective->pooling,

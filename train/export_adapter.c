@@ -78,19 +78,6 @@ static eg_status add_portable(egi_export *export_, size_t index, uint32_t rank, 
   return add_padded(export_, lora.b, lora.out_features, lora.rank, &tensors[1]);
 }
 
-static eg_status write_portable(egi_export *export_, const char *directory) {
-  const egi_adapters *adapters = &export_->adapters;
-  uint32_t rank = 1;
-  egi_safetensor *tensors = EGI_NEW(&export_->arena, egi_safetensor, 2 * adapters->count);
-  if (tensors == NULL) return EG_ERROR_MEMORY;
-  for (size_t i = 0; i < adapters->count; i++)
-    if (adapters->targets[i].rank > rank) rank = adapters->targets[i].rank;
-  for (size_t i = 0; i < adapters->count; i++) EG_TRY(add_portable(export_, i, rank, &tensors[2 * i]));
-  egi_peft_config config = {
-      .rank = rank, .alpha = rank, .targets = adapters->config.targets, .base_model = adapters->config.base_model};
-  return egi_peft_write(export_->ctx, directory, &config, tensors, 2 * adapters->count);
-}
-
 static eg_status convert_tensor(egi_export *export_, egi_safetensor *tensor) {
   eg_dtype dtype = export_->options->dtype;
   uint64_t count = 1;
@@ -101,6 +88,38 @@ static eg_status convert_tensor(egi_export *export_, egi_safetensor *tensor) {
   EG_TRY(egi_adapter_read(export_->ctx, tensor, values, count));
   tensor->dtype = dtype;
   return egi_convert_floats(&export_->arena, values, count, dtype, &tensor->data, &tensor->size_bytes);
+}
+
+/* Everything but the adapters' own tensors. */
+static eg_status add_modules(egi_export *export_, egi_safetensor *tensors, size_t *n) {
+  size_t count = egi_safetensors_count(export_->peft->tensors);
+  for (size_t i = 0; i < count; i++) {
+    const egi_safetensor *tensor = egi_safetensors_at(export_->peft->tensors, i);
+    if (egi_has_suffix(tensor->name, ".lora_A.weight") || egi_has_suffix(tensor->name, ".lora_B.weight")) continue;
+    tensors[*n] = *tensor;
+    EG_TRY(convert_tensor(export_, &tensors[(*n)++]));
+  }
+  return EG_OK;
+}
+
+static eg_status write_portable(egi_export *export_, const char *directory) {
+  const egi_adapters *adapters = &export_->adapters;
+  uint32_t rank = 1;
+  egi_safetensor *tensors =
+      EGI_NEW(&export_->arena, egi_safetensor, 2 * adapters->count + egi_safetensors_count(export_->peft->tensors));
+  if (tensors == NULL) return EG_ERROR_MEMORY;
+  for (size_t i = 0; i < adapters->count; i++)
+    if (adapters->targets[i].rank > rank) rank = adapters->targets[i].rank;
+  for (size_t i = 0; i < adapters->count; i++) EG_TRY(add_portable(export_, i, rank, &tensors[2 * i]));
+  size_t n = 2 * adapters->count;
+  EG_TRY(add_modules(export_, tensors, &n));
+  egi_peft_config config = {.rank = rank,
+                            .alpha = rank,
+                            .targets = adapters->config.targets,
+                            .modules = adapters->config.modules,
+                            .task = adapters->config.task,
+                            .base_model = adapters->config.base_model};
+  return egi_peft_write(export_->ctx, directory, &config, tensors, n);
 }
 
 static eg_status write_peft(egi_export *export_, const char *directory) {
@@ -152,6 +171,12 @@ static eg_status check_options(eg_context *ctx, const eg_export_options *options
 static eg_status write(egi_export *export_, const char *path) {
   eg_export_format format = export_->options->format;
   bool is_whole = (format == EG_EXPORT_PEFT && !export_->options->is_portable) || format == EG_EXPORT_MERGED;
+  bool has_modules = format == EG_EXPORT_PEFT || format == EG_EXPORT_MERGED;
+  if (export_->adapters.config.modules != NULL && !has_modules)
+    return egi_fail(
+        export_->ctx, EG_ERROR_UNSUPPORTED,
+        "modules that were trained whole (\"modules_to_save\") can be written as PEFT's folders and merged: "
+        "this format holds adapters alone");
   if (export_->adapters.config.parameters != NULL && !is_whole)
     return egi_fail(export_->ctx, EG_ERROR_UNSUPPORTED,
                     "adapters on experts can be written as PEFT's folders, not portable ones, and merged");

@@ -40,7 +40,8 @@ static eg_status check_in_place(egi_merge *merge, bool *out_is_in_place) {
   }
   const eg_export_options *o = merge->export_->options;
   *out_is_in_place = !merge->is_widened && o->base == EG_QUANT_NONE && o->stored == EG_QUANT_NONE &&
-                     merge->export_->adapters.config.parameters == NULL;
+                     merge->export_->adapters.config.parameters == NULL &&
+                     merge->export_->adapters.config.modules == NULL;
   for (size_t i = 0; i < merge->n_linears && *out_is_in_place; i++)
     if (merge->adapter_of[i] != UINT32_MAX) *out_is_in_place = is_sole_use(merge, i, n_operands, n_linears);
   return EG_OK;
@@ -153,6 +154,7 @@ static eg_status merge_all(egi_merge *merge, bool is_in_place) {
       EG_TRY(merge_node(merge, i, is_in_place, &first_calls, places));
   if (is_in_place) return EG_OK;
   if (merge->export_->adapters.config.parameters != NULL) EG_TRY(egi_merge_experts(merge));
+  EG_TRY(egi_merge_modules(merge));
   EG_TRY(egi_passes_run(merge->graph, clean, 1, &options, NULL));
   return egi_find_operands(merge->graph, &merge->arena, &merge->operands, &merge->n_operands);
 }

@@ -43,6 +43,7 @@ void egi_trainer_plan_options(const eg_trainer *trainer, egi_text *out) {
     add_flag(out, "rslora", o->rslora != 0);
     add_text(out, "targets", o->targets);
     add_text(out, "target_parameters", o->target_parameters);
+    add_text(out, "modules_to_save", o->modules_to_save);
     add_text(out, "exclude", o->exclude);
     add_text(out, "rank_pattern", o->rank_pattern);
     add_text(out, "alpha_pattern", o->alpha_pattern);

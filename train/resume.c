@@ -135,6 +135,8 @@ static uint64_t hash_adapters(const egi_adapters *adapters) {
     hash = egi_hash(&target->rank, sizeof target->rank, hash);
     hash = egi_hash(&target->scale, sizeof target->scale, hash);
   }
+  const char *modules = adapters->config.modules;
+  if (modules != NULL) hash = egi_hash(modules, strlen(modules), hash);
   return hash;
 }
 

@@ -15,7 +15,10 @@ static eg_status adapt(eg_runner *runner, egi_machine *machine, const egi_peft *
   static const char *const names[] = {"quantize_base", "graft_adapters", "eliminate_common", "eliminate_dead"};
   egi_adapters adapters = {.count = 0};
   if (peft != NULL) EG_TRY(egi_adapters_from_peft(machine->graph, peft, &runner->arena, &adapters));
-  egi_adapt_options options = {.adapters = adapters.targets, .n_adapters = adapters.count, .is_frozen = true};
+  egi_adapt_options options = {.adapters = adapters.targets,
+                               .n_adapters = adapters.count,
+                               .modules = adapters.config.modules,
+                               .is_frozen = true};
   EG_TRY(egi_quantise_options_make(runner->ctx, runner->options.quant, runner->options.quant_block,
                                    runner->options.double_quant, &options.quantise));
   if (options.quantise.is_wanted && runner->options.dtype != EG_DTYPE_F32)

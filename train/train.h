@@ -515,6 +515,8 @@ eg_dtype egi_merge_input_dtype(const egi_merge *merge, size_t index);
 eg_status egi_merge_weight(const egi_merge *merge, size_t first, egi_arena *arena, egi_merged *out_merged);
 /* Adapters on experts: the stacks of Hugging Face's model take the place of what the graph has. */
 eg_status egi_merge_experts(egi_merge *merge);
+/* Modules that were trained whole: their tensors take the place of the graph's weights. */
+eg_status egi_merge_modules(egi_merge *merge);
 /* A weight of the module in float32. */
 eg_status egi_merge_read(const egi_merge *merge, uint32_t weight, egi_arena *arena, float **out_values);
 

@@ -42,6 +42,10 @@ static eg_status check_options(eg_context *ctx, const eg_trainer_options *o) {
   if (o->full && o->quant != EG_QUANT_NONE)
     return egi_fail(ctx, EG_ERROR_ARGUMENT,
                     "trainer options: full training trains the matrices that quant would freeze");
+  bool has_experts = o->target_parameters != NULL && strcmp(o->target_parameters, "none") != 0;
+  if (o->full && (has_experts || o->modules_to_save != NULL))
+    return egi_fail(ctx, EG_ERROR_ARGUMENT, "trainer options: full training trains everything, it takes no %s",
+                    has_experts ? "target_parameters" : "modules_to_save");
   if (o->full && o->init_adapter != NULL)
     return egi_fail(ctx, EG_ERROR_ARGUMENT, "trainer options: full training takes no init_adapter");
   return EG_OK;
@@ -63,6 +67,7 @@ static eg_status copy_options(eg_trainer *trainer, const eg_trainer_options *opt
   EG_TRY(copy_string(&trainer->arena, &trainer->options.plan));
   EG_TRY(copy_string(&trainer->arena, &trainer->options.device_description));
   EG_TRY(copy_string(&trainer->arena, &trainer->options.target_parameters));
+  EG_TRY(copy_string(&trainer->arena, &trainer->options.modules_to_save));
   return copy_string(&trainer->arena, &trainer->options.init_adapter);
 }
 

@@ -8,7 +8,9 @@ static eg_status choose_adapters(eg_trainer *trainer, const egi_peft *peft) {
   const eg_trainer_options *options = &trainer->options;
   if (options->full) return EG_OK;
   if (peft != NULL) return egi_adapters_from_peft(trainer->machine.graph, peft, &trainer->arena, &trainer->adapters);
-  return egi_adapters_choose(trainer->machine.graph, options, &trainer->arena, &trainer->adapters);
+  EG_TRY(egi_adapters_choose(trainer->machine.graph, options, &trainer->arena, &trainer->adapters));
+  if (trainer->objective.loss == EG_LOSS_NEXT_TOKEN) trainer->adapters.config.task = "CAUSAL_LM";
+  return EG_OK;
 }
 
 /* Before documents share rows and the loss is appended. */
@@ -125,6 +127,7 @@ eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
   EG_TRY(choose_adapters(trainer, peft));
   egi_adapt_options adapt = {.adapters = trainer->adapters.targets,
                              .n_adapters = trainer->adapters.count,
+                             .modules = trainer->adapters.config.modules,
                              .is_full = trainer->options.full != 0,
                              .has_gradient = true,
                              .is_loop = trainer->options.moe_dispatch == EG_MOE_LOOP,

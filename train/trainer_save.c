@@ -101,17 +101,17 @@ eg_status egi_trainer_write(eg_trainer *trainer, size_t index, const float *valu
 /* ---- adapters ---- */
 
 static eg_status read_tensors(const eg_trainer *trainer, egi_arena *arena, egi_safetensor *tensors) {
-  for (size_t i = 0; i < trainer->n_parameters; i++) {
-    const egi_state *state = parameter_at(trainer, i);
-    uint64_t count = egi_state_count(state);
-    float *values = EGI_NEW(arena, float, (size_t)count);
+  for (size_t i = 0; i < trainer->n_tensors; i++) {
+    const egi_file_tensor *from = &trainer->tensors[i];
+    size_t count = 1;
+    tensors[i] = (egi_safetensor){.name = from->name, .dtype = EG_DTYPE_F32};
+    tensors[i].rank = file_dims(trainer, from, tensors[i].dims);
+    for (int axis = 0; axis < tensors[i].rank; axis++) count *= (size_t)tensors[i].dims[axis];
+    float *values = EGI_NEW(arena, float, count);
     if (values == NULL) return EG_ERROR_MEMORY;
-    EG_TRY(egi_state_read(&trainer->machine, state, EGI_POOL_PARAMETERS, values));
-    tensors[i] = (egi_safetensor){.name = state->name,
-                                  .dtype = EG_DTYPE_F32,
-                                  .data = (const uint8_t *)values,
-                                  .size_bytes = count * sizeof *values};
-    tensors[i].rank = egi_state_file_dims(state, tensors[i].dims);
+    EG_TRY(read_tensor(trainer, from, EGI_POOL_PARAMETERS, values, count));
+    tensors[i].data = (const uint8_t *)values;
+    tensors[i].size_bytes = count * sizeof *values;
   }
   return EG_OK;
 }
@@ -121,10 +121,10 @@ eg_status egi_trainer_save_adapter(const eg_trainer *trainer, const char *direct
     return egi_fail(trainer->ctx, EG_ERROR_ARGUMENT, "full training has no adapter; save the model instead");
   egi_arena arena;
   egi_arena_init(&arena, trainer->ctx, EGI_PURPOSE_DATA);
-  egi_safetensor *tensors = EGI_NEW(&arena, egi_safetensor, trainer->n_parameters);
+  egi_safetensor *tensors = EGI_NEW(&arena, egi_safetensor, trainer->n_tensors);
   eg_status status = tensors != NULL ? read_tensors(trainer, &arena, tensors) : EG_ERROR_MEMORY;
   if (status == EG_OK)
-    status = egi_peft_write(trainer->ctx, directory, &trainer->adapters.config, tensors, trainer->n_parameters);
+    status = egi_peft_write(trainer->ctx, directory, &trainer->adapters.config, tensors, trainer->n_tensors);
   egi_arena_clear(&arena);
   return status;
 }
