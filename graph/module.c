@@ -164,8 +164,7 @@ uint64_t egi_module_pool_bytes(const egi_module *module, egi_state_pool pool) {
 
 static const char *pool_name(egi_state_pool pool) {
   static const char *const names[EGI_POOL_COUNT] = {"engraft.parameters", "engraft.gradients", "engraft.moment1",
-                                                    "engraft.moment2", "engraft.step",
-                                                    "engraft.cache"};
+                                                    "engraft.moment2",    "engraft.step",      "engraft.cache"};
   return names[pool];
 }
 
