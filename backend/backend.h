@@ -61,6 +61,17 @@ typedef struct egi_kernel {
 
 typedef struct egi_device egi_device; /* a backend's own; the CPU's is the context's pool */
 
+/* One device as its driver describes it. */
+typedef struct egi_device_facts {
+  char name[256];
+  uint32_t n_devices;     /* of the backend, this one among them */
+  int compute_capability; /* 10 * major + minor; 0: not of that kind */
+  int n_multiprocessors;
+  int driver_version, toolkit_version; /* 1000 * major + 10 * minor */
+  bool is_unified;                     /* its memory is the host's */
+  uint64_t memory_bytes, free_bytes;   /* 0: not known */
+} egi_device_facts;
+
 /* The part that differs between CPU and CUDA. Streams and events are small numbers; stream 0 computes, stream 1 copies
  * towards the host, stream 2 towards the device. On the CPU all run in list order and events do nothing. */
 typedef struct egi_backend {
@@ -77,9 +88,18 @@ typedef struct egi_backend {
   eg_status (*wait)(egi_device *device, unsigned stream, unsigned event);
   eg_status (*synchronize)(egi_device *device);
   void *(*stream)(egi_device *device, unsigned stream); /* what kernels get as `stream`; NULL: nothing */
+  /* The device `index` of the machine; EG_ERROR_ARGUMENT when there are fewer. */
+  eg_status (*describe)(eg_context *ctx, uint32_t index, egi_device_facts *out_facts);
 } egi_backend;
 
 const egi_backend *egi_backend_cpu(void);
+/* The CUDA backend, a library of its own that is loaded at the first call and stays (cuda.c). EG_ERROR_UNSUPPORTED or
+ * _DEVICE says what is missing: the library, cuBLASLt, a driver that is new enough, a device. */
+eg_status egi_backend_cuda(eg_context *ctx, const egi_backend **out_backend);
+/* Of the headers that a program or a backend library was built from: they must be the same (operands.c). */
+uint32_t egi_backend_abi(void);
+/* By the name that --device takes: "cpu", "cuda". */
+eg_status egi_backend_find(eg_context *ctx, const char *name, const egi_backend **out_backend);
 /* The evaluator for passes: the CPU backend run node by node or as a plan. */
 const egi_evaluator *egi_evaluator_cpu(void);
 

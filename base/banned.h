@@ -7,7 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__GNUC__) && !defined(ENGRAFT_ALLOW_BANNED)
+/* nvcc's own headers name some of them after this one. */
+#if defined(__GNUC__) && !defined(ENGRAFT_ALLOW_BANNED) && !defined(__CUDACC__)
 #pragma GCC poison strcpy strcat sprintf vsprintf strtok atoi atol atof alloca rand srand gets
 #endif
 

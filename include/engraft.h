@@ -356,7 +356,7 @@ typedef enum eg_optimizer { EG_OPTIMIZER_ADAMW, EG_OPTIMIZER_ADAMW_8BIT } eg_opt
 
 struct eg_trainer_options {
   size_t struct_size;
-  const char *device;       /* "cpu" */
+  const char *device;       /* "cpu"; "cuda": the first CUDA device, EG_ERROR_DEVICE where there is none */
   eg_dtype dtype;           /* of activations; EG_DTYPE_F32 */
   int full;                 /* 1: train all weights instead of adapters */
   uint32_t rank;            /* of new adapters */
@@ -539,7 +539,7 @@ typedef struct eg_tensor {
 
 typedef struct eg_runner_options {
   size_t struct_size;
-  const char *device;  /* "cpu" */
+  const char *device;  /* "cpu", "cuda": as in eg_trainer_options */
   eg_dtype dtype;      /* of activations; EG_DTYPE_F32; EG_DTYPE_UNDEFINED: each type as in the file */
   const char *adapter; /* PEFT folder, NULL: none */
   int no_fuse;         /* 1: fused operators run as their bodies of plain operators */

@@ -35,9 +35,10 @@ static const command commands[] = {
      "engraft plan MODEL [--data FILE | --text FILE] [train options] [--device-description FILE.json] [-o FILE] "
      "[--json]"},
     {"report", '?', true, NULL, ""},
-    {"devices", '?', false, NULL, ""}};
+    {"devices", 'd', false, tool_devices, "engraft devices [--json]"}};
 
-static const char *const summary = "usage: engraft inspect|rewrite|run|plan|train|eval|generate|export|new|bench …";
+static const char *const summary =
+    "usage: engraft inspect|rewrite|run|plan|train|eval|generate|export|new|bench|devices …";
 
 static int run_command(tool *t, const command *found) {
   if (found->takes_model && t->model == NULL) return tool_fail_usage(t, "MODEL is missing");

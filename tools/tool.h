@@ -81,5 +81,6 @@ int tool_generate(tool *t);
 int tool_export(tool *t);
 int tool_new(tool *t);
 int tool_bench(tool *t);
+int tool_devices(tool *t);
 
 #endif

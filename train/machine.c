@@ -9,11 +9,9 @@ static const char *dtype_option(eg_dtype dtype) {
   return dtype == EG_DTYPE_BF16 ? "bf16" : dtype == EG_DTYPE_F16 ? "f16" : "of this kind";
 }
 
-static eg_status check_device(eg_context *ctx, const char *device, eg_dtype dtype) {
-  if (device == NULL || strcmp(device, "cpu") != 0)
-    return egi_fail(ctx, EG_ERROR_UNSUPPORTED, "this build has no device \"%s\", only \"cpu\"",
-                    device != NULL ? device : "");
-  if (dtype != EG_DTYPE_F32 && dtype != EG_DTYPE_UNDEFINED)
+static eg_status find_device(eg_context *ctx, const char *device, eg_dtype dtype, const egi_backend **out_backend) {
+  EG_TRY(egi_backend_find(ctx, device, out_backend));
+  if ((*out_backend)->is_host && dtype != EG_DTYPE_F32 && dtype != EG_DTYPE_UNDEFINED)
     return egi_fail(ctx, EG_ERROR_UNSUPPORTED, "activations %s are not supported on the CPU, only f32",
                     dtype_option(dtype));
   return EG_OK;
@@ -53,9 +51,8 @@ static eg_status prepare(egi_machine *machine, const eg_model *model, const char
                          bool is_general) {
   memset(machine, 0, sizeof *machine);
   machine->ctx = model->ctx;
-  machine->backend = egi_backend_cpu();
   machine->dtype = dtype;
-  EG_TRY(check_device(model->ctx, device, dtype));
+  EG_TRY(find_device(model->ctx, device, dtype, &machine->backend));
   return prepare_graph(machine, model, dtype, is_general);
 }
 

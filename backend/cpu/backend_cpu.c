@@ -67,9 +67,28 @@ static eg_status synchronize(egi_device *device) {
   return EG_OK;
 }
 
-static const egi_backend backend_cpu = {"cpu",        true,        open_device, close_device, egi_cpu_find_kernel,
-                                        allocate,     release,     copy_bytes,  copy_bytes,   ignore_event,
-                                        ignore_event, synchronize, NULL};
+static eg_status describe(eg_context *ctx, uint32_t index, egi_device_facts *out_facts) {
+  if (index > 0) return egi_fail(ctx, EG_ERROR_ARGUMENT, "there is no processor %u", (unsigned)index);
+  *out_facts = (egi_device_facts){.name = "cpu", .n_devices = 1, .is_unified = true};
+  out_facts->n_multiprocessors = (int)egi_pool_size(egi_context_pool(ctx));
+  uint64_t available = egi_memory_available();
+  out_facts->free_bytes = available == UINT64_MAX ? 0 : available;
+  return EG_OK;
+}
+
+static const egi_backend backend_cpu = {.name = "cpu",
+                                        .is_host = true,
+                                        .open = open_device,
+                                        .close = close_device,
+                                        .find_kernel = egi_cpu_find_kernel,
+                                        .allocate = allocate,
+                                        .release = release,
+                                        .upload = copy_bytes,
+                                        .download = copy_bytes,
+                                        .record = ignore_event,
+                                        .wait = ignore_event,
+                                        .synchronize = synchronize,
+                                        .describe = describe};
 
 const egi_backend *egi_backend_cpu(void) {
   return &backend_cpu;

@@ -403,11 +403,31 @@ static const egi_kernel *find_kernel(egi_op op) {
 }
 
 const egi_backend *fake_backend(bool is_host) {
-  static const egi_backend host = {"fake",       true,      open_host, fake_close,  find_kernel, fake_allocate,
-                                   fake_release, fake_copy, fake_copy, fake_record, fake_wait,   fake_synchronize,
-                                   fake_stream};
-  static const egi_backend apart = {"apart",      false,     open_apart, fake_close,  find_kernel, fake_allocate,
-                                    fake_release, fake_copy, fake_copy,  fake_record, fake_wait,   fake_synchronize,
-                                    fake_stream};
+  static const egi_backend host = {.name = "fake",
+                                   .is_host = true,
+                                   .open = open_host,
+                                   .close = fake_close,
+                                   .find_kernel = find_kernel,
+                                   .allocate = fake_allocate,
+                                   .release = fake_release,
+                                   .upload = fake_copy,
+                                   .download = fake_copy,
+                                   .record = fake_record,
+                                   .wait = fake_wait,
+                                   .synchronize = fake_synchronize,
+                                   .stream = fake_stream};
+  static const egi_backend apart = {.name = "apart",
+                                    .is_host = false,
+                                    .open = open_apart,
+                                    .close = fake_close,
+                                    .find_kernel = find_kernel,
+                                    .allocate = fake_allocate,
+                                    .release = fake_release,
+                                    .upload = fake_copy,
+                                    .download = fake_copy,
+                                    .record = fake_record,
+                                    .wait = fake_wait,
+                                    .synchronize = fake_synchronize,
+                                    .stream = fake_stream};
   return is_host ? &host : &apart;
 }

@@ -76,8 +76,7 @@ printf '{"rank": {"a": 1}}' >settings.json
 bad 2 'rank' train model.onnx --data data.jsonl --out run --config settings.json
 
 # ---- options of other versions: named, never ignored ----
-for option in '--device cuda' \
-  '--loss dpo' '--neftune 5' '--init pissa' '--qat int4'; do
+for option in '--loss dpo' '--neftune 5' '--init pissa' '--qat int4'; do
   # shellcheck disable=SC2086 # option and value
   bad 1 "$option is not in this version" train model.onnx --data data.jsonl --out run $option
 done
@@ -90,6 +89,18 @@ bad 1 'no adapter is named "lm_head"' train model.onnx --data data.jsonl --out r
 bad 1 'report' report model.onnx
 bad 2 '--weights and --random-weights' new --config config.json --weights . --random-weights 1 -o other.onnx
 bad 2 '--config is missing' new --random-weights 1 -o other.onnx
+
+# ---- devices ----
+good devices
+grep -q '^cpu ' out || fail "devices does not list the processor: $(cat out)"
+good devices --json
+grep -q '"device": "cuda"' out || fail "devices --json says nothing of cuda: $(cat out)"
+(
+  CUDA_VISIBLE_DEVICES=''
+  export CUDA_VISIBLE_DEVICES # no device is left, wherever this runs
+  bad 1 'engraft: ' train model.onnx --data data.jsonl --out run --device cuda
+  grep -qE 'CUDA|NVIDIA' err || fail "nothing of CUDA: $(cat err)"
+) || exit 1
 
 # ---- packed documents ----
 printf '{"input_ids":[1,2,3]}\n{"input_ids":[4,5,6,7,8]}\n{"input_ids":[9]}\n{"input_ids":[10,11]}\n' >packed.jsonl

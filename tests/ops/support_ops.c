@@ -12,11 +12,13 @@ int ops_set_up(void **state) {
   if (environment == NULL || eg_context_create(&options, &environment->ctx) != EG_OK) return 1;
   *state = environment;
   return egi_pool_create(environment->ctx, 1, &environment->pools[0]) != EG_OK ||
-         egi_pool_create(environment->ctx, 3, &environment->pools[1]) != EG_OK;
+         egi_pool_create(environment->ctx, 3, &environment->pools[1]) != EG_OK || ops_open_device(environment) != EG_OK;
 }
 
 int ops_tear_down(void **state) {
   ops_environment *environment = *state;
+  ops_report_device(environment);
+  ops_close_device(environment);
   for (int i = 0; i < 2; i++) egi_pool_destroy(environment->ctx, environment->pools[i]);
   eg_context_destroy(environment->ctx);
   free(environment);

@@ -16,10 +16,18 @@
 
 #define OPS_MAX_OPERANDS 32
 
+/* The name of the device whose kernels are tested, "cpu" or "cuda"; not set: "cpu". */
+#define OPS_DEVICE "ENGRAFT_TEST_DEVICE"
+
 /* Made once for a program: ops_set_up and ops_tear_down are the group fixtures of cmocka; *state is the environment. */
 typedef struct ops_environment {
   eg_context *ctx;
   egi_pool *pools[2]; /* of 1 and 3 threads */
+  const egi_backend *backend;
+  egi_device *device; /* NULL: the kernels of the CPU are tested */
+  uint8_t *device_memory;
+  bool is_missing[EGI_OP_COUNT];  /* of operators that were asked for: the backend has no kernel */
+  uint64_t refused[EGI_OP_COUNT]; /* by operator: bit d for cases with operands of dtype d that prepare did not take */
 } ops_environment;
 int ops_set_up(void **state);
 int ops_tear_down(void **state);
@@ -71,10 +79,25 @@ double ops_round(eg_dtype dtype, double value);
 
 /* false: it differs, `message` says how. */
 bool ops_agrees(const ops_case *c, const egi_kernel *kernel, char *message, size_t size);
-/* The CPU kernel of the case's operator must agree, and the operator's body where it has one. */
+/* The kernel of the case's operator on the tested device must agree, and the operator's body where it has one. */
 void ops_check(const ops_case *c);
 /* MaskedAttention over a cache (support_cache.c). */
 void ops_check_cached_attention(void **state);
+/* support_device.c. 77 where the device cannot be had, which is said; else 0. */
+int ops_probe_device(void);
+eg_status ops_open_device(ops_environment *environment);
+void ops_close_device(ops_environment *environment);
+void ops_report_device(const ops_environment *environment);
+/* Host memory that a call's operands lie in. */
+typedef struct ops_block {
+  uint8_t *memory;
+  size_t size_bytes;
+} ops_block;
+/* Runs the kernel on copies of the blocks and of the workspace on the device, and brings all of them back. */
+eg_status ops_run_on_device(const ops_environment *environment, const egi_kernel *kernel, const egi_kernel_call *call,
+                            const ops_block *blocks, unsigned n_blocks, const ops_block *workspace);
+/* The kernel of the tested backend; NULL, noted for the report, where there is none. */
+const egi_kernel *ops_find_kernel(ops_environment *environment, egi_op op);
 /* What ops_check() asks of a body (support_bodies.c). */
 void ops_check_body(const ops_case *c);
 /* prepare must refuse the case with `status`. */

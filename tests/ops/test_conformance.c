@@ -1,5 +1,5 @@
 /* Runs the conformance case of every operator of ops.def, or those that a pattern names: test_conformance "case_Ma*".
- */
+ * With ENGRAFT_TEST_DEVICE=cuda the kernels of that backend are tested; 77 says that it cannot be had. */
 #include "support_ops.h"
 
 #define CASE(symbol, function)              \
@@ -10,6 +10,8 @@
 #undef CASE
 
 int main(int argc, char **argv) {
+  int code = ops_probe_device();
+  if (code != 0) return code;
   if (argc > 1) cmocka_set_test_filter(argv[1]);
   const struct CMUnitTest tests[] = {
 #define EGI_OP(symbol, domain, name, version, in_min, in_max, out_min, out_max, flags, shape, gradient) \

@@ -1,0 +1,46 @@
+/* An open CUDA device: streams, events, staging memory. Files of the device part of the backend only. */
+#ifndef ENGRAFT_BACKEND_CUDA_DEVICE_H
+#define ENGRAFT_BACKEND_CUDA_DEVICE_H
+
+#include "backend/cuda/cuda.h"
+
+enum {
+  EGI_CUDA_STREAMS = 3,
+  EGI_CUDA_SMALL_SLOT = 64 << 10,
+  EGI_CUDA_LARGE_SLOT = 8 << 20,
+  EGI_CUDA_SMALL_SLOTS = 64,
+  EGI_CUDA_LARGE_SLOTS = 4
+};
+
+/* Pinned host memory in slots that are used in turn; the event of a slot says when its last copy has ended. */
+typedef struct egi_cuda_ring {
+  uint8_t *memory;
+  size_t slot_bytes;
+  unsigned n_slots, next;
+  cudaEvent_t ended[EGI_CUDA_SMALL_SLOTS];
+} egi_cuda_ring;
+
+struct egi_device {
+  eg_context *ctx;
+  int index;
+  egi_cuda_stream streams[EGI_CUDA_STREAMS];
+  cudaEvent_t *events; /* by number, made when first recorded */
+  uint32_t n_events;
+  egi_cuda_ring small, large;
+  egi_cuda_fault *fault, *seen_fault; /* on the device; pinned */
+};
+
+/* staging.c */
+eg_status egi_cuda_ring_open(eg_context *ctx, egi_cuda_ring *ring, size_t slot_bytes, unsigned n_slots);
+void egi_cuda_ring_close(egi_cuda_ring *ring);
+/* `src` may be used again on return; the device has the bytes before whatever is put into the computing stream next. */
+eg_status egi_cuda_upload(egi_device *device, void *dst, const void *src, size_t size_bytes);
+/* Waits for the computing stream. EG_ERROR_DATA for a fault. */
+eg_status egi_cuda_download(egi_device *device, void *dst, const void *src, size_t size_bytes);
+/* Waits for all streams. EG_ERROR_DATA for a fault. */
+eg_status egi_cuda_synchronize(egi_device *device);
+
+/* facts.c: EG_ERROR_DEVICE for devices that no kernel is made for. */
+eg_status egi_cuda_check_capability(eg_context *ctx, const egi_device_facts *facts);
+
+#endif

@@ -1,0 +1,114 @@
+/* Copies between host and device through rings of pinned memory, so that uploads do not wait; faults of kernels are
+ * seen where the host waits anyway. */
+#include "backend/cuda/device.h"
+
+#include <inttypes.h>
+
+/* ---- rings ---------------------------------------------------------------------------------------------------- */
+
+eg_status egi_cuda_ring_open(eg_context *ctx, egi_cuda_ring *ring, size_t slot_bytes, unsigned n_slots) {
+  void *memory = NULL;
+  EGI_CUDA_TRY(ctx, cudaHostAlloc(&memory, slot_bytes * n_slots, cudaHostAllocDefault));
+  *ring = (egi_cuda_ring){.memory = memory, .slot_bytes = slot_bytes};
+  for (; ring->n_slots < n_slots; ring->n_slots++)
+    EGI_CUDA_TRY(ctx, cudaEventCreateWithFlags(&ring->ended[ring->n_slots], cudaEventDisableTiming));
+  return EG_OK;
+}
+
+void egi_cuda_ring_close(egi_cuda_ring *ring) {
+  for (unsigned i = 0; i < ring->n_slots; i++) (void)cudaEventDestroy(ring->ended[i]);
+  if (ring->memory != NULL) (void)cudaFreeHost(ring->memory);
+  *ring = (egi_cuda_ring){0};
+}
+
+/* The next slot, once its last copy has ended; one never used counts as ended. */
+static eg_status take_slot(eg_context *ctx, egi_cuda_ring *ring, unsigned *out_slot) {
+  *out_slot = ring->next;
+  ring->next = (ring->next + 1) % ring->n_slots;
+  EGI_CUDA_TRY(ctx, cudaEventSynchronize(ring->ended[*out_slot]));
+  return EG_OK;
+}
+
+/* ---- faults --------------------------------------------------------------------------------------------------- */
+
+static eg_status tell_fault(egi_device *device) {
+  static const char *const kinds[] = {"", "index", "count", "value"};
+  const egi_cuda_fault fault = *device->seen_fault;
+  if (fault.code == EGI_CUDA_FAULT_NONE) return EG_OK;
+  cudaStream_t stream = device->streams[0].stream;
+  EGI_CUDA_TRY(device->ctx, cudaMemsetAsync(device->fault, 0, sizeof *device->fault, stream));
+  EGI_CUDA_TRY(device->ctx, cudaStreamSynchronize(stream));
+  const char *kind = fault.code > 0 && (size_t)fault.code < EGI_COUNT(kinds) ? kinds[fault.code] : "number";
+  const char *op =
+      fault.op > EGI_OP_UNKNOWN && fault.op < EGI_OP_COUNT ? egi_op_get((egi_op)fault.op)->name : "a kernel";
+  return egi_fail(device->ctx, EG_ERROR_DATA, "%s: %s %" PRId64 " is out of range", op, kind, fault.value);
+}
+
+/* Ends what the host waits for: the computing stream, with the fault word behind it. */
+static eg_status finish(egi_device *device) {
+  cudaStream_t stream = device->streams[0].stream;
+  EGI_CUDA_TRY(device->ctx, cudaMemcpyAsync(device->seen_fault, device->fault, sizeof *device->fault,
+                                            cudaMemcpyDeviceToHost, stream));
+  EGI_CUDA_TRY(device->ctx, cudaStreamSynchronize(stream));
+  return tell_fault(device);
+}
+
+eg_status egi_cuda_synchronize(egi_device *device) {
+  EGI_CUDA_TRY(device->ctx, cudaSetDevice(device->index));
+  for (unsigned i = 1; i < EGI_CUDA_STREAMS; i++)
+    EGI_CUDA_TRY(device->ctx, cudaStreamSynchronize(device->streams[i].stream));
+  return finish(device);
+}
+
+/* ---- copies --------------------------------------------------------------------------------------------------- */
+
+eg_status egi_cuda_upload(egi_device *device, void *dst, const void *src, size_t size_bytes) {
+  eg_context *ctx = device->ctx;
+  egi_cuda_ring *ring = size_bytes <= EGI_CUDA_SMALL_SLOT ? &device->small : &device->large;
+  cudaStream_t stream = device->streams[0].stream;
+  EGI_CUDA_TRY(ctx, cudaSetDevice(device->index));
+  for (size_t done = 0; done < size_bytes; done += ring->slot_bytes) {
+    size_t chunk = size_bytes - done < ring->slot_bytes ? size_bytes - done : ring->slot_bytes;
+    unsigned slot = 0;
+    EG_TRY(take_slot(ctx, ring, &slot));
+    uint8_t *staging = ring->memory + slot * ring->slot_bytes;
+    memcpy(staging, (const uint8_t *)src + done, chunk);
+    EGI_CUDA_TRY(ctx, cudaMemcpyAsync((uint8_t *)dst + done, staging, chunk, cudaMemcpyHostToDevice, stream));
+    EGI_CUDA_TRY(ctx, cudaEventRecord(ring->ended[slot], stream));
+  }
+  return EG_OK;
+}
+
+typedef struct fetched {
+  unsigned slot;
+  size_t done, chunk;
+} fetched;
+
+static eg_status keep(egi_device *device, const fetched *part, void *dst) {
+  const egi_cuda_ring *ring = &device->large;
+  EGI_CUDA_TRY(device->ctx, cudaEventSynchronize(ring->ended[part->slot]));
+  memcpy((uint8_t *)dst + part->done, ring->memory + part->slot * ring->slot_bytes, part->chunk);
+  return EG_OK;
+}
+
+/* The host empties one slot while the next one is filled. */
+eg_status egi_cuda_download(egi_device *device, void *dst, const void *src, size_t size_bytes) {
+  eg_context *ctx = device->ctx;
+  egi_cuda_ring *ring = &device->large;
+  cudaStream_t stream = device->streams[0].stream;
+  fetched before = {0, 0, 0};
+  EGI_CUDA_TRY(ctx, cudaSetDevice(device->index));
+  for (size_t done = 0; done < size_bytes;) {
+    fetched part = {0, done, size_bytes - done < ring->slot_bytes ? size_bytes - done : ring->slot_bytes};
+    EG_TRY(take_slot(ctx, ring, &part.slot));
+    uint8_t *staging = ring->memory + part.slot * ring->slot_bytes;
+    EGI_CUDA_TRY(ctx,
+                 cudaMemcpyAsync(staging, (const uint8_t *)src + done, part.chunk, cudaMemcpyDeviceToHost, stream));
+    EGI_CUDA_TRY(ctx, cudaEventRecord(ring->ended[part.slot], stream));
+    if (before.chunk > 0) EG_TRY(keep(device, &before, dst));
+    before = part;
+    done += part.chunk;
+  }
+  if (before.chunk > 0) EG_TRY(keep(device, &before, dst));
+  return finish(device);
+}
