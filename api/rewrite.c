@@ -173,6 +173,7 @@ eg_status eg_model_rewrite_training(eg_model *model, const char *passes, const e
                                      .block = egi_machine_block(&machine)};
   eg_status status = egi_quantise_options_make(model->ctx, r.training.quant, r.training.quant_block,
                                                r.training.double_quant, &r.adapt.quantise);
+  r.adapt.quantise.has_head = r.training.quant_head != 0;
   if (status == EG_OK) status = run(&r, passes);
   egi_arena_clear(&r.arena);
   egi_module *unused = r.module;

@@ -346,9 +346,8 @@ typedef enum eg_checkpoint {
 } eg_checkpoint;
 
 /* How the frozen matrices of linear layers and experts are held in memory, as bitsandbytes holds them: codes of 4 bits,
- * made while they are loaded. The output head, routers, embeddings and norms stay as they are, and what the file stores
- * quantised.
- */
+ * made while they are loaded. Routers, embeddings and norms stay as they are, the output head unless quant_head asks
+ * for it, and what the file stores quantised. */
 typedef enum eg_quant { EG_QUANT_NONE, EG_QUANT_NF4, EG_QUANT_FP4 } eg_quant;
 
 /* In 8 bits the moments of parameters of 4096 elements and more are codes with a scale for each 256 of them. */
@@ -411,13 +410,14 @@ struct eg_trainer_options {
   const char *modules_to_save; /* modules trained whole and saved beside the adapters, names separated by commas, as in
                                   PEFT: each module whose path ends with one of them, and what is inside it, without
                                   adapters; tied weights are untied; NULL: none */
+  int quant_head;              /* with quant: 1: the output head becomes codes too */
 };
 #define EG_TRAINER_OPTIONS_INIT                                                                                       \
   {                                                                                                                   \
     sizeof(eg_trainer_options), "cpu", EG_DTYPE_F32, 0, 16, 16.0, "all-linear", NULL, EG_LORA_INIT_DEFAULT, 2e-4,     \
         EG_SCHEDULE_CONSTANT, 0.0, 0.0, 0.9, 0.999, 1e-8, 1.0, 2048, 1, 0, 1.0, 0, 0, 0, EG_PACKING_AUTO,             \
         EG_PACKING_CACHE_ON, EG_CHECKPOINT_AUTO, 0, 0, EG_LOSS_AUTO, EG_POOLING_AUTO, 20.0, 0, NULL, NULL, NULL, 1.0, \
-        EG_QUANT_NONE, 64, 1, NULL, NULL, NULL, EG_MOE_FUSED, EG_OPTIMIZER_ADAMW, 0, 0.0, NULL                        \
+        EG_QUANT_NONE, 64, 1, NULL, NULL, NULL, EG_MOE_FUSED, EG_OPTIMIZER_ADAMW, 0, 0.0, NULL, 0                     \
   }
 
 /* What a step did. */
@@ -509,15 +509,16 @@ typedef struct eg_export_options {
                       into B, smaller ranks are filled up with zeros */
   const char *architecture; /* GGUF: llama.cpp's name of the base's architecture, or "model_type" of its config.json;
                                NULL: what the graph looks like */
-  eg_quant stored; /* MERGED: matrices are stored in 4 bits, blocks of 64, for com.microsoft's MatMulBnb4; but for the
-                      head, embeddings and norms */
+  eg_quant stored; /* MERGED: matrices are stored in 4 bits, blocks of 64, for com.microsoft's MatMulBnb4; but for
+                      embeddings, norms and, unless quant_head asks for it, the head */
   eg_quant base;   /* MERGED: the adapter is added to what the base was in training with this quant, quant_block and
                       double_quant, not to the file's own numbers; NONE: to these */
   uint32_t quant_block;
   int double_quant;
+  int quant_head; /* of `stored` and `base`: 1: the output head too */
 } eg_export_options;
 #define EG_EXPORT_OPTIONS_INIT \
-  { sizeof(eg_export_options), EG_EXPORT_PEFT, EG_DTYPE_UNDEFINED, 0, NULL, EG_QUANT_NONE, EG_QUANT_NONE, 64, 1 }
+  { sizeof(eg_export_options), EG_EXPORT_PEFT, EG_DTYPE_UNDEFINED, 0, NULL, EG_QUANT_NONE, EG_QUANT_NONE, 64, 1, 0 }
 
 /* Checks the PEFT folder `adapter` against the model and writes it in another form. `path` is a folder for
  * EG_EXPORT_PEFT; for the others the file, or a folder when it has not the format's ending (.onnx,
@@ -546,9 +547,10 @@ typedef struct eg_runner_options {
   eg_quant quant;      /* as in eg_trainer_options; needs EG_DTYPE_F32 */
   uint32_t quant_block;
   int double_quant;
+  int quant_head;
 } eg_runner_options;
 #define EG_RUNNER_OPTIONS_INIT \
-  { sizeof(eg_runner_options), "cpu", EG_DTYPE_F32, NULL, 0, EG_QUANT_NONE, 64, 1 }
+  { sizeof(eg_runner_options), "cpu", EG_DTYPE_F32, NULL, 0, EG_QUANT_NONE, 64, 1, 0 }
 
 EG_API eg_status eg_runner_create(eg_model *model, const eg_runner_options *options, eg_runner **out_runner);
 EG_API void eg_runner_destroy(eg_runner *runner);

@@ -26,6 +26,7 @@ typedef struct egi_quantise_options {
   unsigned type; /* egi_four_bit */
   int64_t block; /* a power of two from 32 to 4096 */
   bool is_nested;
+  bool has_head; /* the output head too */
 } egi_quantise_options;
 
 /* What the adapt stage is told; unused fields are zero. */

@@ -1,7 +1,8 @@
 /* Frozen matrices of linear layers and of experts become 4-bit codes with a scale for each block (storage bnb4 of
- * Linear and MoE), made when they are loaded: nothing is read here. The head, routers, tables and norms stay, modules
- * that are trained whole, and what is stored quantised already. A matrix that several layers share is quantised once.
- * Precondition: after name_modules, before graft_adapters. A second run finds nothing left. */
+ * Linear and MoE), made when they are loaded: nothing is read here. Routers, tables, norms and modules that are trained
+ * whole stay, the head unless it is asked for, and what is stored quantised already; a table that is the head too stays
+ * beside the head's codes. A matrix that several layers share is quantised once. Precondition: after name_modules,
+ * before append_loss (which takes a quantised head as it is) and graft_adapters. A second run finds nothing left. */
 #include <string.h>
 
 #include "base/blockwise.h"
@@ -115,7 +116,8 @@ static bool can_quantise(const quantiser *state, const egi_linear *linear) {
   const egi_graph *graph = state->graph;
   const egi_value *value = &graph->values[linear->weight];
   if (egi_is_saved_module(state->run->adapt->modules, linear->path)) return false;
-  if (linear->is_head || linear->is_router || linear->is_quantised || value->kind != EGI_VALUE_WEIGHT) return false;
+  bool is_left = linear->is_head && !state->run->adapt->quantise.has_head;
+  if (is_left || linear->is_router || linear->is_quantised || value->kind != EGI_VALUE_WEIGHT) return false;
   const egi_weight *weight = &graph->module->weights[value->index];
   bool is_float = weight->dtype == EG_DTYPE_F32 || weight->dtype == EG_DTYPE_F16 || weight->dtype == EG_DTYPE_BF16;
   bool is_matrix = weight->rank == 2 && weight->dims[0] > 0 && weight->dims[1] > 0;

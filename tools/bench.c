@@ -117,6 +117,7 @@ static eg_status run(tool *t, bench *b) {
   runner_options.quant = quant.type;
   runner_options.quant_block = quant.block;
   runner_options.double_quant = quant.is_nested;
+  runner_options.quant_head = quant.has_head;
   EG_TRY(eg_runner_create(b->model, &runner_options, &b->runner));
   EG_TRY(make_row(t, b));
   EG_TRY(measure_forward(t, b->runner, b->ids, b->seconds, &forward));

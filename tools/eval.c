@@ -12,6 +12,7 @@ static eg_status evaluate(tool *t, const eg_model *model, const eg_dataset *data
       {.is_wanted = false},         tool_packing(t)};
   tool_quant quant = tool_quantisation(t);
   EG_TRY(egi_quantise_options_make(t->ctx, quant.type, quant.block, quant.is_nested, &options.quantise));
+  options.quantise.has_head = quant.has_head;
   EG_TRY(egi_evaluate_model(model, &options, dataset->documents, &loss));
   const egi_documents *documents = dataset->documents;
   bool is_json = tool_is_given(t, OPTION_JSON);

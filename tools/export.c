@@ -20,6 +20,7 @@ static eg_status read_base(tool *t, eg_export_options *options) {
                   : quant != NULL && strcmp(quant, "fp4") == 0 ? EG_QUANT_FP4
                                                                : EG_QUANT_NF4;
   options->double_quant = strcmp(tool_text(t, OPTION_DOUBLE_QUANT), "on") == 0;
+  options->quant_head = strcmp(tool_text(t, OPTION_QUANT_HEAD), "on") == 0;
   uint64_t block = t->values[OPTION_QUANT_BLOCK].count;
   if (block > UINT32_MAX) return egi_fail(t->ctx, EG_ERROR_ARGUMENT, "--quant-block is out of range");
   options->quant_block = (uint32_t)block;
@@ -60,6 +61,7 @@ static eg_status report_losses(tool *t, const eg_model *model, const eg_export_o
     egi_evaluate_options evaluate = {.adapter = tool_text(t, OPTION_ADAPTER), .tokens = 2048};
     status = egi_quantise_options_make(t->ctx, i == 0 ? EG_QUANT_NONE : base, options->quant_block,
                                        options->double_quant, &evaluate.quantise);
+    evaluate.quantise.has_head = options->quant_head != 0;
     if (status == EG_OK) status = egi_evaluate_model(model, &evaluate, dataset->documents, &losses[i]);
   }
   eg_dataset_destroy(dataset);

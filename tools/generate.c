@@ -78,6 +78,7 @@ int tool_generate(tool *t) {
   options.quant = quant.type;
   options.quant_block = quant.block;
   options.double_quant = quant.is_nested;
+  options.quant_head = quant.has_head;
   eg_status status = tool_load_model(t, &model);
   if (status == EG_OK) status = eg_runner_create(model, &options, &runner);
   if (status == EG_OK) status = generate(t, runner);

@@ -60,11 +60,11 @@ int tool_write_stream(void *userdata, const void *bytes, size_t size_bytes); /* 
 /* train_options.c: --loss, --pooling and --similarity-scale; --pack. */
 egi_objective tool_objective(const tool *t);
 eg_packing tool_packing(const tool *t);
-/* --quant, --quant-block and --double-quant. */
+/* --quant, --quant-block, --double-quant and --quant-head. */
 typedef struct tool_quant {
   eg_quant type;
   uint32_t block; /* 0: none that is possible */
-  int is_nested;
+  int is_nested, has_head;
 } tool_quant;
 tool_quant tool_quantisation(const tool *t);
 

@@ -68,6 +68,7 @@ tool_quant tool_quantisation(const tool *t) {
   if (strcmp(type, "nf4") == 0) quant.type = EG_QUANT_NF4;
   if (strcmp(type, "fp4") == 0) quant.type = EG_QUANT_FP4;
   quant.is_nested = strcmp(tool_text(t, OPTION_DOUBLE_QUANT), "on") == 0;
+  quant.has_head = strcmp(tool_text(t, OPTION_QUANT_HEAD), "on") == 0;
   return quant;
 }
 
@@ -118,6 +119,7 @@ eg_status training_options(tool *t, eg_trainer_options *options) {
   options->quant = quant.type;
   options->quant_block = quant.block;
   options->double_quant = quant.is_nested;
+  options->quant_head = quant.has_head;
   const egi_objective objective = tool_objective(t);
   options->loss = objective.loss;
   options->pooling = objective.pooling;

@@ -111,7 +111,7 @@ eg_status egi_evaluate_graph(egi_machine *machine, const egi_graph *graph, const
 static eg_status adapt(egi_machine *machine, const egi_peft *peft, const egi_documents *documents,
                        egi_evaluate_options *own, egi_arena *arena) {
   egi_objective *objective = &own->objective;
-  static const char *const names[] = {"append_loss", "key_dropout", "quantize_base", "graft_adapters",
+  static const char *const names[] = {"quantize_base", "append_loss", "key_dropout", "graft_adapters",
                                       "eliminate_dead"};
   egi_inputs inputs;
   egi_vocabulary vocabulary;

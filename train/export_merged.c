@@ -273,6 +273,7 @@ static eg_status write_merged(egi_merge *merge, const char *path) {
   }
   egi_quantise_options quantise;
   EG_TRY(egi_quantise_options_make(merge->module->ctx, merge->export_->options->stored, 64, 0, &quantise));
+  quantise.has_head = merge->export_->options->quant_head != 0;
   if (quantise.is_wanted)
     EG_TRY(egi_export_four_bit(target.graph, &quantise));
   else

@@ -83,6 +83,7 @@ eg_status egi_merge_open(egi_merge *merge, bool may_widen) {
   if (may_widen && o->base != EG_QUANT_NONE) {
     egi_adapt_options adapt = {.n_adapters = 0};
     EG_TRY(egi_quantise_options_make(merge->module->ctx, o->base, o->quant_block, o->double_quant, &adapt.quantise));
+    adapt.quantise.has_head = o->quant_head != 0;
     EG_TRY(egi_run_passes(merge->graph, quantise, EGI_COUNT(quantise), &adapt));
     EG_TRY(find_all(merge));
   }

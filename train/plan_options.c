@@ -32,6 +32,7 @@ void egi_trainer_plan_options(const eg_trainer *trainer, egi_text *out) {
   if (o->quant != EG_QUANT_NONE) {
     egi_text_format(out, ", \"quant_block\": %" PRIu32, o->quant_block);
     add_flag(out, "double_quant", o->double_quant != 0);
+    add_flag(out, "quant_head", o->quant_head != 0);
   }
   egi_text_format(out, ", \"optimizer\": \"%s\"", o->optimizer == EG_OPTIMIZER_ADAMW_8BIT ? "adamw8bit" : "adamw");
   egi_text_format(out, ", \"moe_dispatch\": \"%s\"", o->moe_dispatch == EG_MOE_LOOP ? "loop" : "fused");

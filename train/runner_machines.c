@@ -21,6 +21,7 @@ static eg_status adapt(eg_runner *runner, egi_machine *machine, const egi_peft *
                                .is_frozen = true};
   EG_TRY(egi_quantise_options_make(runner->ctx, runner->options.quant, runner->options.quant_block,
                                    runner->options.double_quant, &options.quantise));
+  options.quantise.has_head = runner->options.quant_head != 0;
   if (options.quantise.is_wanted && runner->options.dtype != EG_DTYPE_F32)
     return egi_fail(runner->ctx, EG_ERROR_UNSUPPORTED, "quantised matrices need activations in float32");
   if (peft != NULL || options.quantise.is_wanted)

@@ -193,7 +193,7 @@ eg_status egi_machine_pack(egi_machine *machine, eg_packing packing, eg_loss los
 eg_status egi_machine_specialise(egi_machine *machine, const egi_adapt_options *adapt, bool is_expanded);
 eg_status egi_machine_allocate(egi_machine *machine);
 void egi_machine_close(egi_machine *machine);
-/* EG_ERROR_ARGUMENT for a block that is no power of two from 32 to 4096. */
+/* EG_ERROR_ARGUMENT for a block that is no power of two from 32 to 4096. `has_head` is the caller's to set. */
 eg_status egi_quantise_options_make(eg_context *ctx, eg_quant quant, uint32_t block, int is_nested,
                                     egi_quantise_options *out_options);
 eg_status egi_run_passes(egi_graph *graph, const char *const *names, size_t n_names, const egi_adapt_options *adapt);

@@ -115,7 +115,7 @@ static bool has_dropout(const egi_graph *graph) {
 }
 
 eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
-  static const char *const adapt_passes[] = {"append_loss", "key_dropout", "quantize_base", "graft_adapters",
+  static const char *const adapt_passes[] = {"quantize_base", "append_loss", "key_dropout", "graft_adapters",
                                              "eliminate_dead"};
   egi_machine *machine = &trainer->machine;
   if (egi_graph_find_value(machine->graph, EGI_INPUT_LABELS) != 0)
@@ -138,6 +138,7 @@ eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
                              .seed = trainer->options.seed};
   EG_TRY(egi_quantise_options_make(trainer->ctx, trainer->options.quant, trainer->options.quant_block,
                                    trainer->options.double_quant, &adapt.quantise));
+  adapt.quantise.has_head = trainer->options.quant_head != 0;
   EG_TRY(egi_run_passes(machine->graph, adapt_passes, EGI_COUNT(adapt_passes), &adapt));
   EG_TRY(egi_machine_specialise(machine, &adapt, trainer->options.no_fuse != 0));
   EG_TRY(list_parameters(trainer));

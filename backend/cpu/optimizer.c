@@ -139,27 +139,37 @@ eg_status egi_cpu_prepare_adamw(egi_kernel_plan *plan) {
   return egi_check_step(plan, 4);
 }
 
+void egi_adamw_update(const egi_kernel_call *call, const egi_adamw_piece *piece) {
+  const egi_step_state *step = call->inputs[4].data;
+  float rate = step->learning_rate * piece->rate;
+  float decay = step->weight_decay * piece->decay;
+  egi_adamw chunk = {.parameters = (float *)call->inputs[0].data + piece->start,
+                     .moment1 = piece->moments[0],
+                     .moment2 = piece->moments[1],
+                     .gradients = (const float *)call->inputs[1].data + piece->start,
+                     .n = piece->n,
+                     .gradient_factor = piece->gradient_factor,
+                     .keep = 1.0f - rate * decay,
+                     .rate = rate,
+                     .beta2 = step->beta2,
+                     .rest1 = step->rest1,
+                     .rest2 = step->rest2,
+                     .epsilon = step->epsilon,
+                     .correction1 = step->correction1,
+                     .correction2 = step->correction2};
+  egi_cpu_isa()->train->adamw(&chunk);
+}
+
 static void update_range(const adamw_run *run, int64_t start, int64_t end, uint32_t segment) {
   const adamw_params *p = run->params;
   const egi_tensor *in = run->call->inputs;
-  const egi_step_state *step = in[4].data;
-  float rate = step->learning_rate * (p->rates ? p->rates[segment] : 1.0f);
-  float decay = step->weight_decay * (p->decays ? p->decays[segment] : 1.0f);
-  egi_adamw chunk = {(float *)in[0].data + start,
-                     (float *)in[2].data + start,
-                     (float *)in[3].data + start,
-                     (const float *)in[1].data + start,
-                     end - start,
-                     run->gradient_factor,
-                     1.0f - rate * decay,
-                     rate,
-                     step->beta2,
-                     step->rest1,
-                     step->rest2,
-                     step->epsilon,
-                     step->correction1,
-                     step->correction2};
-  egi_cpu_isa()->train->adamw(&chunk);
+  const egi_adamw_piece piece = {.start = start,
+                                 .n = end - start,
+                                 .moments = {(float *)in[2].data + start, (float *)in[3].data + start},
+                                 .rate = p->rates ? p->rates[segment] : 1.0f,
+                                 .decay = p->decays ? p->decays[segment] : 1.0f,
+                                 .gradient_factor = run->gradient_factor};
+  egi_adamw_update(run->call, &piece);
 }
 
 static void run_adamw_chunk(void *argument, size_t index, size_t worker) {

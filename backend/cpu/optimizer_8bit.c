@@ -113,25 +113,13 @@ static void encode(const adamw_8bit_params *p, float *const moments[2], size_t n
 
 static void update(const adamw_8bit_run *run, uint32_t parameter, int64_t first, int64_t n, float *const moments[2]) {
   const adamw_8bit_params *p = run->params;
-  const egi_tensor *in = run->call->inputs;
-  const egi_step_state *step = in[4].data;
-  int64_t start = p->starts[parameter] + first;
-  float rate = step->learning_rate * p->rates[parameter];
-  egi_adamw chunk = {(float *)in[0].data + start,
-                     moments[0],
-                     moments[1],
-                     (const float *)in[1].data + start,
-                     n,
-                     run->gradient_factor,
-                     1.0f - rate * step->weight_decay * p->decays[parameter],
-                     rate,
-                     step->beta2,
-                     step->rest1,
-                     step->rest2,
-                     step->epsilon,
-                     step->correction1,
-                     step->correction2};
-  egi_cpu_isa()->train->adamw(&chunk);
+  const egi_adamw_piece chunk = {.start = p->starts[parameter] + first,
+                                 .n = n,
+                                 .moments = {moments[0], moments[1]},
+                                 .rate = p->rates[parameter],
+                                 .decay = p->decays[parameter],
+                                 .gradient_factor = run->gradient_factor};
+  egi_adamw_update(run->call, &chunk);
 }
 
 static void run_blocks(const adamw_8bit_run *run, const piece *part) {

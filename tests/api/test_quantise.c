@@ -10,7 +10,7 @@
 #include "backend/plan.h"
 #include "base/blockwise.h"
 
-enum { N_STEPS = 4 };
+enum { N_STEPS = 4, VOCABULARY = 56 };
 
 static const char *const models[] = {
     "llama/model.dynamo-op23-sdpa.onnx",        "llama/model.torchscript-op17-eager.onnx",
@@ -166,31 +166,51 @@ static void test_curves(void **state) {
   }
 }
 
-/* The head, tables, norms and routers keep their types; scales of scales and codes have theirs. */
-static void test_left_alone(void **state) {
-  api_fixture *fixture = *state;
-  eg_model *model = load(fixture->ctx, "qwen3_moe/model.dynamo-op23-sdpa-all.onnx");
-  eg_dataset *dataset = api_dataset(fixture->ctx, 4, 12);
+/* Tables, norms and routers keep their types, and the head unless it is asked for; scales of scales and codes have
+ * theirs. */
+static void check_left_alone(eg_context *ctx, eg_model *model, bool has_head) {
+  eg_dataset *dataset = api_dataset(ctx, 4, 12);
   eg_trainer_options options = quantised(EG_QUANT_NF4, 64, 1);
+  options.quant_head = has_head;
   eg_trainer *trainer;
-  api_must(fixture->ctx, eg_trainer_create(model, dataset, &options, &trainer));
+  api_must(ctx, eg_trainer_create(model, dataset, &options, &trainer));
   const egi_module *module = trainer->machine.module;
-  size_t n_codes = 0, n_nested = 0;
+  size_t n_codes = 0, n_nested = 0, n_heads = 0;
   for (uint32_t i = 1; i < module->n_weights; i++) {
     const egi_weight *weight = &module->weights[i];
     if (weight->bytes.kind != EGI_BYTES_QUANTISED) continue;
-    assert_null(strstr(weight->name, "lm_head"));
+    n_heads += weight->bytes.quantised_tensor == EGI_QUANTISED_CODES && weight->bytes.quantisation->rows == VOCABULARY;
     assert_null(strstr(weight->name, "embed"));
     assert_null(strstr(weight->name, "norm"));
     assert_null(strstr(weight->name, "mlp.gate."));
     n_codes += weight->bytes.quantised_tensor == EGI_QUANTISED_CODES;
     n_nested += weight->bytes.quantised_tensor == EGI_QUANTISED_NESTED;
   }
-  assert_int_equal(n_codes, 8 + 2 * 4 * 2); /* q, k, v and o of two layers, two matrices of each of four experts */
+  assert_int_equal(n_heads, has_head);
+  assert_int_equal(n_codes,
+                   8 + 2 * 4 * 2 + n_heads); /* q, k, v, o of two layers, two matrices of each of four experts */
   assert_int_equal(n_nested, n_codes);
   eg_trainer_destroy(trainer);
   eg_dataset_destroy(dataset);
+}
+
+static void test_left_alone(void **state) {
+  api_fixture *fixture = *state;
+  eg_model *model = load(fixture->ctx, "qwen3_moe/model.dynamo-op23-sdpa-all.onnx");
+  check_left_alone(fixture->ctx, model, false);
+  check_left_alone(fixture->ctx, model, true);
   eg_model_destroy(model);
+}
+
+/* A head of codes is worth what they stand for, with and without adapters of its own. */
+static void test_head(void **state) {
+  api_fixture *fixture = *state;
+  for (int has_adapter = 0; has_adapter < 2; has_adapter++) {
+    eg_trainer_options options = quantised(EG_QUANT_NF4, 64, 1);
+    options.quant_head = 1;
+    if (has_adapter) options.targets = "lm_head,q_proj";
+    check_curve(fixture->ctx, "qwen3_moe/model.dynamo-op23-sdpa-all.onnx", &options);
+  }
 }
 
 /* The memory of the base is what the codes need, and the number of threads decides nothing. */
@@ -517,6 +537,7 @@ static void test_mxfp4(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test_setup_teardown(test_curves, api_setup, api_teardown),
                                      cmocka_unit_test_setup_teardown(test_left_alone, api_setup, api_teardown),
+                                     cmocka_unit_test_setup_teardown(test_head, api_setup, api_teardown),
                                      cmocka_unit_test_setup_teardown(test_memory, api_setup, api_teardown),
                                      cmocka_unit_test_setup_teardown(test_refused, api_setup, api_teardown),
                                      cmocka_unit_test_setup_teardown(test_runner, api_setup, api_teardown),

@@ -45,6 +45,29 @@ static void frozen_matrices_become_codes(void **state) {
   }
 }
 
+/* The head on request, and with it the loss: codes with a bias, [vocabulary, features]. */
+static void a_head_becomes_codes_when_asked_for(void **state) {
+  pass_fixture *fixture = *state;
+  egi_adapt_options adapt = {.has_gradient = true,
+                             .quantise = {.is_wanted = true, .type = 1, .block = 32, .has_head = true}};
+  for (int has_loss = 0; has_loss < 2; has_loss++) {
+    pass_graph(
+        fixture,
+        "(int64[batch,sequence] input_ids) => (float[batch,sequence,3] logits)\n"
+        "<float[5,2] t = {1,2,3,4,5,6,7,8,9,0}, float[3,2] v = {1,2,3,4,5,6}, float[3] c = {1,2,3}>\n"
+        "{ [\"/embed/Gather\"] x = Gather (t, input_ids)  [\"/head/Linear\"] logits = engraft.Linear (x, v, c) }");
+    pass_run(fixture, has_loss ? "quantize_base,append_loss" : "quantize_base", &adapt);
+    if (has_loss)
+      pass_expect(fixture, "%1 = Gather(t, input_ids)\n"
+                           "%2, %3 = LinearLogProbability<storage=bnb4><quant_type=1><block_size=32>"
+                           "<out_features=3><in_features=2>(%1, v.codes, engraft.labels, c, v.absmax)\n"
+                           "%4 = ReduceSum<keepdims=0>(%2)\n%5 = Neg(%4)\n-> engraft.logp=%2\n-> engraft.loss=%5\n");
+    else
+      pass_expect(fixture, "%1 = Gather(t, input_ids)\n%2 = Linear<storage=bnb4><quant_type=1><block_size=32>"
+                           "<out_features=3><in_features=2>(%1, v.codes, c, v.absmax)\n-> logits=%2\n");
+  }
+}
+
 static void nothing_is_quantised_unasked(void **state) {
   pass_fixture *fixture = *state;
   const egi_adapt_options adapt = {.has_gradient = true};
@@ -386,25 +409,16 @@ static void memory_may_run_out_anywhere(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      TEST(narrow_arithmetic_becomes_wide),
-      TEST(a_linear_head_joins_the_loss),
-      TEST(frozen_matrices_become_codes),
-      TEST(nothing_is_quantised_unasked),
-      TEST(positions_that_were_computed_are_refused),
-      TEST(a_gemm_over_rows_joins_the_loss),
-      TEST(capped_logits_stay),
-      TEST(an_adapter_keeps_the_head),
-      TEST(unfit_logits_are_refused),
-      TEST(adapters_stand_beside_their_layers),
-      TEST(frozen_adapters_have_no_gradients),
-      TEST(targets_without_a_layer_are_named),
-      TEST(graphs_share_states),
-      TEST(full_training_joins_tied_weights),
-      TEST(only_wanted_gradients_are_computed),
-      TEST(products_are_added_in_place),
-      TEST(an_operator_without_a_gradient_is_named),
-      TEST(nothing_to_train_is_an_error),
-      cmocka_unit_test(memory_may_run_out_anywhere),
+      TEST(narrow_arithmetic_becomes_wide),     TEST(a_linear_head_joins_the_loss),
+      TEST(frozen_matrices_become_codes),       TEST(a_head_becomes_codes_when_asked_for),
+      TEST(nothing_is_quantised_unasked),       TEST(positions_that_were_computed_are_refused),
+      TEST(a_gemm_over_rows_joins_the_loss),    TEST(capped_logits_stay),
+      TEST(an_adapter_keeps_the_head),          TEST(unfit_logits_are_refused),
+      TEST(adapters_stand_beside_their_layers), TEST(frozen_adapters_have_no_gradients),
+      TEST(targets_without_a_layer_are_named),  TEST(graphs_share_states),
+      TEST(full_training_joins_tied_weights),   TEST(only_wanted_gradients_are_computed),
+      TEST(products_are_added_in_place),        TEST(an_operator_without_a_gradient_is_named),
+      TEST(nothing_to_train_is_an_error),       cmocka_unit_test(memory_may_run_out_anywhere),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
