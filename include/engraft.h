@@ -506,9 +506,9 @@ typedef struct eg_export_options {
   eg_dtype dtype;  /* of the tensors: EG_DTYPE_F32, _F16, _BF16. EG_DTYPE_UNDEFINED: as in the adapter's file; of a
                       merged model F32. Merged in 16 bits, matrices are stored so and computed with in float32 */
   int is_portable; /* PEFT: plain LoRA of one rank with alpha = rank, for readers that know no more: the scale is folded
-                      into B, smaller ranks are filled up with zeros */
+                      into B, smaller ranks are filled up with zeros, experts are modules of their own */
   const char *architecture; /* GGUF: llama.cpp's name of the base's architecture, or "model_type" of its config.json;
-                               NULL: what the graph looks like */
+                               NULL: what the graph looks like. PEFT, portable: "mixtral" names experts its own way */
   eg_quant stored; /* MERGED: matrices are stored in 4 bits, blocks of 64, for com.microsoft's MatMulBnb4; but for
                       embeddings, norms and, unless quant_head asks for it, the head */
   eg_quant base;   /* MERGED: the adapter is added to what the base was in training with this quant, quant_block and

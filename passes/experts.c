@@ -56,6 +56,8 @@ static eg_status add_node(const egi_graph *graph, egi_node_id id, egi_arena *are
     egi_expert_parameter parameter = {.module = path,
                                       .node = id,
                                       .is_down = is_down,
+                                      .is_gated = moe.form != EGI_MOE_UNGATED,
+                                      .is_interleaved = moe.form == EGI_MOE_INTERLEAVED,
                                       .n_experts = moe.n_experts,
                                       .in_features = is_down ? inner : width,
                                       .out_features = is_down ? width : rows};

@@ -180,7 +180,8 @@ typedef struct egi_expert_parameter {
   const char *module; /* "model.layers.0.mlp.experts" */
   const char *name;   /* "model.layers.0.mlp.experts.gate_up_proj" */
   egi_node_id node;   /* MoE */
-  bool is_down;
+  bool is_down, is_gated;
+  bool is_interleaved; /* its rows are one of gate, one of up, …; else all of gate, then all of up */
   int64_t n_experts, in_features, out_features;
 } egi_expert_parameter;
 /* Those of a graph after name_modules, in execution order, gate and up before down. */

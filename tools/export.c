@@ -83,7 +83,8 @@ int tool_export(tool *t) {
   if (options.is_portable && options.format != EG_EXPORT_PEFT)
     return tool_fail_usage(t, "--portable is a form of --format peft");
   eg_status status = read_base(t, &options);
-  if (status == EG_OK && options.format == EG_EXPORT_GGUF) status = find_model_type(t, &options.architecture);
+  bool is_of_a_family = options.format == EG_EXPORT_GGUF || options.is_portable; /* whose names the form takes */
+  if (status == EG_OK && is_of_a_family) status = find_model_type(t, &options.architecture);
   if (status == EG_OK) status = tool_load_model(t, &model);
   if (status == EG_OK)
     status = eg_model_export_adapter(model, tool_text(t, OPTION_ADAPTER), &options, tool_text(t, OPTION_OUTPUT));

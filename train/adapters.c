@@ -178,7 +178,8 @@ eg_status egi_adapters_choose(const egi_graph *graph, const eg_trainer_options *
   size_t n_linear = adapters.count;
   EG_TRY(egi_adapters_choose_experts(graph, options->target_parameters, arena, &adapters));
   if (adapters.count > n_linear && options->dropout > 0.0) /* as PEFT */
-    return egi_fail(arena->ctx, EG_ERROR_UNSUPPORTED, "adapters on experts have no dropout");
+    return egi_fail(arena->ctx, EG_ERROR_UNSUPPORTED,
+                    "adapters on experts have no dropout: they change a weight, not what it is given");
   *out_adapters = adapters;
   return EG_OK;
 }

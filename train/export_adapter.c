@@ -50,35 +50,7 @@ eg_status egi_export_path(egi_export *export_, const char *path, const char *suf
 
 /* ---- PEFT ---- */
 
-/* [rows, columns] in the corner of a larger matrix of zeros, in the type to be written. */
-static eg_status add_padded(egi_export *export_, const float *values, int64_t rows, int64_t columns,
-                            egi_safetensor *tensor) {
-  uint64_t count = (uint64_t)tensor->dims[0] * (uint64_t)tensor->dims[1];
-  float *padded = EGI_NEW(&export_->arena, float, (size_t)count);
-  if (padded == NULL) return EG_ERROR_MEMORY;
-  for (int64_t row = 0; row < rows; row++)
-    memcpy(padded + row * tensor->dims[1], values + row * columns, (size_t)columns * sizeof *values);
-  return egi_convert_floats(&export_->arena, padded, count, tensor->dtype, &tensor->data, &tensor->size_bytes);
-}
-
-static eg_status add_portable(egi_export *export_, size_t index, uint32_t rank, egi_safetensor tensors[2]) {
-  egi_lora lora;
-  eg_dtype dtype = export_->options->dtype != EG_DTYPE_UNDEFINED ? export_->options->dtype : EG_DTYPE_F32;
-  EG_TRY(egi_lora_read_scaled(export_, index, &export_->arena, &lora));
-  for (int i = 0; i < 2; i++) {
-    tensors[i] = (egi_safetensor){.dtype = dtype, .rank = 2};
-    tensors[i].name =
-        egi_arena_format(&export_->arena, "base_model.model.%s.lora_%c.weight", lora.path, i == 0 ? 'A' : 'B');
-    if (tensors[i].name == NULL) return EG_ERROR_MEMORY;
-  }
-  tensors[0].dims[0] = tensors[1].dims[1] = rank;
-  tensors[0].dims[1] = lora.in_features;
-  tensors[1].dims[0] = lora.out_features;
-  EG_TRY(add_padded(export_, lora.a, lora.rank, lora.in_features, &tensors[0]));
-  return add_padded(export_, lora.b, lora.out_features, lora.rank, &tensors[1]);
-}
-
-static eg_status convert_tensor(egi_export *export_, egi_safetensor *tensor) {
+eg_status egi_export_convert(egi_export *export_, egi_safetensor *tensor) {
   eg_dtype dtype = export_->options->dtype;
   uint64_t count = 1;
   if (dtype == EG_DTYPE_UNDEFINED || dtype == tensor->dtype) return EG_OK;
@@ -90,46 +62,14 @@ static eg_status convert_tensor(egi_export *export_, egi_safetensor *tensor) {
   return egi_convert_floats(&export_->arena, values, count, dtype, &tensor->data, &tensor->size_bytes);
 }
 
-/* Everything but the adapters' own tensors. */
-static eg_status add_modules(egi_export *export_, egi_safetensor *tensors, size_t *n) {
-  size_t count = egi_safetensors_count(export_->peft->tensors);
-  for (size_t i = 0; i < count; i++) {
-    const egi_safetensor *tensor = egi_safetensors_at(export_->peft->tensors, i);
-    if (egi_has_suffix(tensor->name, ".lora_A.weight") || egi_has_suffix(tensor->name, ".lora_B.weight")) continue;
-    tensors[*n] = *tensor;
-    EG_TRY(convert_tensor(export_, &tensors[(*n)++]));
-  }
-  return EG_OK;
-}
-
-static eg_status write_portable(egi_export *export_, const char *directory) {
-  const egi_adapters *adapters = &export_->adapters;
-  uint32_t rank = 1;
-  egi_safetensor *tensors =
-      EGI_NEW(&export_->arena, egi_safetensor, 2 * adapters->count + egi_safetensors_count(export_->peft->tensors));
-  if (tensors == NULL) return EG_ERROR_MEMORY;
-  for (size_t i = 0; i < adapters->count; i++)
-    if (adapters->targets[i].rank > rank) rank = adapters->targets[i].rank;
-  for (size_t i = 0; i < adapters->count; i++) EG_TRY(add_portable(export_, i, rank, &tensors[2 * i]));
-  size_t n = 2 * adapters->count;
-  EG_TRY(add_modules(export_, tensors, &n));
-  egi_peft_config config = {.rank = rank,
-                            .alpha = rank,
-                            .targets = adapters->config.targets,
-                            .modules = adapters->config.modules,
-                            .task = adapters->config.task,
-                            .base_model = adapters->config.base_model};
-  return egi_peft_write(export_->ctx, directory, &config, tensors, n);
-}
-
 static eg_status write_peft(egi_export *export_, const char *directory) {
   size_t count = egi_safetensors_count(export_->peft->tensors);
   egi_safetensor *tensors = EGI_NEW(&export_->arena, egi_safetensor, count > 0 ? count : 1);
-  if (export_->options->is_portable) return write_portable(export_, directory);
+  if (export_->options->is_portable) return egi_export_portable(export_, directory);
   if (tensors == NULL) return EG_ERROR_MEMORY;
   for (size_t i = 0; i < count; i++) {
     tensors[i] = *egi_safetensors_at(export_->peft->tensors, i);
-    EG_TRY(convert_tensor(export_, &tensors[i]));
+    EG_TRY(egi_export_convert(export_, &tensors[i]));
   }
   return egi_peft_write(export_->ctx, directory, &export_->adapters.config, tensors, count);
 }
@@ -147,6 +87,7 @@ static eg_status match(egi_export *export_) {
     target->path = egi_arena_copy_text(&export_->arena, target->path, strlen(target->path));
     if (target->path == NULL) status = EG_ERROR_MEMORY;
   }
+  if (status == EG_OK) status = egi_export_find_experts(export_, machine.graph);
   egi_machine_close(&machine);
   return status;
 }
@@ -170,16 +111,12 @@ static eg_status check_options(eg_context *ctx, const eg_export_options *options
 
 static eg_status write(egi_export *export_, const char *path) {
   eg_export_format format = export_->options->format;
-  bool is_whole = (format == EG_EXPORT_PEFT && !export_->options->is_portable) || format == EG_EXPORT_MERGED;
   bool has_modules = format == EG_EXPORT_PEFT || format == EG_EXPORT_MERGED;
   if (export_->adapters.config.modules != NULL && !has_modules)
     return egi_fail(
         export_->ctx, EG_ERROR_UNSUPPORTED,
         "modules that were trained whole (\"modules_to_save\") can be written as PEFT's folders and merged: "
         "this format holds adapters alone");
-  if (export_->adapters.config.parameters != NULL && !is_whole)
-    return egi_fail(export_->ctx, EG_ERROR_UNSUPPORTED,
-                    "adapters on experts can be written as PEFT's folders, not portable ones, and merged");
   switch (export_->options->format) {
   case EG_EXPORT_PEFT:
     return write_peft(export_, path);

@@ -36,6 +36,9 @@ static const name_row layer_names[] = {{"self_attn.q_proj", "attn_q"},
                                        {"mlp.router", "ffn_gate_inp"},
                                        {"block_sparse_moe.gate", "ffn_gate_inp"}};
 
+/* Behind the number of the layer, for all experts in one tensor. */
+static const char *const expert_tensors[] = {"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"};
+
 typedef struct model_row {
   const char *model_type, *architecture;
 } model_row;
@@ -188,27 +191,60 @@ static double choose_alpha(const egi_adapters *adapters) {
   return is_plain ? adapters->config.alpha : largest;
 }
 
-static eg_status add_module(egi_export *export_, const egi_gguf_adapter *adapter, const egi_structure *structure,
-                            size_t index) {
+/* A tensor of A and one of B, the slowest of their dims the experts' where there are any. */
+static eg_status add_tensors(egi_export *export_, const egi_gguf_adapter *adapter, const char *name, int64_t n_experts,
+                             const egi_lora *lora, size_t *count) {
   eg_dtype dtype = export_->options->dtype != EG_DTYPE_UNDEFINED ? export_->options->dtype : EG_DTYPE_F32;
-  egi_safetensor *tensors = &adapter->tensors[2 * index];
+  const int64_t dims[2][2] = {{lora->rank, lora->in_features}, {lora->out_features, lora->rank}};
+  for (int i = 0; i < 2; i++) {
+    egi_safetensor *tensor = &adapter->tensors[(*count)++];
+    uint64_t n = (uint64_t)(dims[i][0] * dims[i][1]) * (uint64_t)(n_experts > 0 ? n_experts : 1);
+    *tensor = (egi_safetensor){.dtype = dtype, .rank = 2, .dims = {dims[i][0], dims[i][1]}};
+    if (n_experts > 0) {
+      tensor->rank = 3;
+      memcpy(tensor->dims, (const int64_t[3]){n_experts, dims[i][0], dims[i][1]}, 3 * sizeof *tensor->dims);
+    }
+    tensor->name = egi_arena_format(&export_->arena, "%s.lora_%c", name, i == 0 ? 'a' : 'b');
+    if (tensor->name == NULL) return EG_ERROR_MEMORY;
+    EG_TRY(
+        egi_convert_floats(&export_->arena, i == 0 ? lora->a : lora->b, n, dtype, &tensor->data, &tensor->size_bytes));
+  }
+  return EG_OK;
+}
+
+/* Gate and up, which llama.cpp holds apart, or down. */
+static eg_status add_experts(egi_export *export_, const egi_gguf_adapter *adapter, size_t index, double factor,
+                             size_t *count) {
+  const egi_expert_parameter *expert = export_->expert_of[index];
+  const char *number, *module;
+  if (!split_path(expert->name, &number, &module))
+    return egi_fail(export_->ctx, EG_ERROR_UNSUPPORTED, "llama.cpp has no tensor that an adapter of %s belongs to",
+                    expert->name);
+  for (egi_expert_part part = EGI_EXPERT_GATE; part <= EGI_EXPERT_DOWN; part++) {
+    egi_expert_lora all;
+    if (!egi_expert_has_part(expert, part)) continue;
+    EG_TRY(egi_expert_lora_read(export_, index, part, factor, &export_->arena, &all));
+    const egi_lora lora = {expert->name, all.rank, all.in_features, all.out_features, all.a, all.b};
+    const char *name = egi_arena_format(&export_->arena, "blk.%.*s.%s.weight", (int)(module - number - 1), number,
+                                        expert_tensors[part]);
+    if (name == NULL) return EG_ERROR_MEMORY;
+    EG_TRY(add_tensors(export_, adapter, name, expert->n_experts, &lora, count));
+  }
+  return EG_OK;
+}
+
+static eg_status add_module(egi_export *export_, const egi_gguf_adapter *adapter, const egi_structure *structure,
+                            size_t index, size_t *count) {
   egi_arena *arena = &export_->arena;
   egi_lora lora;
   const char *name;
   const egi_adapter_target *target = &export_->adapters.targets[index];
   double rest = target->scale * target->rank / adapter->alpha; /* 1 where alpha / r is the scale */
+  if (export_->expert_of[index] != NULL) return add_experts(export_, adapter, index, rest, count);
   EG_TRY(egi_lora_read(export_, index, rest, arena, &lora));
   EG_TRY(name_tensor(export_, lora.path, structure->is_tied, &name));
   EG_TRY(arrange(arena, adapter->architecture, structure, &lora));
-  tensors[0] = (egi_safetensor){.dtype = dtype, .rank = 2, .dims = {lora.rank, lora.in_features}};
-  tensors[1] = (egi_safetensor){.dtype = dtype, .rank = 2, .dims = {lora.out_features, lora.rank}};
-  for (int i = 0; i < 2; i++) {
-    uint64_t count = (uint64_t)(tensors[i].dims[0] * tensors[i].dims[1]);
-    tensors[i].name = egi_arena_format(arena, "%s.lora_%c", name, i == 0 ? 'a' : 'b');
-    if (tensors[i].name == NULL) return EG_ERROR_MEMORY;
-    EG_TRY(egi_convert_floats(arena, i == 0 ? lora.a : lora.b, count, dtype, &tensors[i].data, &tensors[i].size_bytes));
-  }
-  return EG_OK;
+  return add_tensors(export_, adapter, name, 0, &lora, count);
 }
 
 static eg_status write_adapter(egi_export *export_, recognised *model, const char *path) {
@@ -217,13 +253,12 @@ static eg_status write_adapter(egi_export *export_, recognised *model, const cha
   EG_TRY(egi_machine_prepare(&model->machine, export_->model, "cpu", EG_DTYPE_F32));
   EG_TRY(egi_find_linears(model->machine.graph, &model->arena, &model->linears, &model->n_linears));
   EG_TRY(egi_structure_find(model->machine.graph, &model->arena, &structure));
-  egi_safetensor *tensors = EGI_NEW(&export_->arena, egi_safetensor, 2 * count);
+  egi_safetensor *tensors = EGI_NEW(&export_->arena, egi_safetensor, 4 * count); /* gate and up from one target */
   if (tensors == NULL) return EG_ERROR_MEMORY;
   egi_gguf_adapter adapter = {.architecture = find_architecture(export_, model, &structure),
                               .alpha = choose_alpha(&export_->adapters),
-                              .tensors = tensors,
-                              .count = 2 * count};
-  for (size_t i = 0; i < count; i++) EG_TRY(add_module(export_, &adapter, &structure, i));
+                              .tensors = tensors};
+  for (size_t i = 0; i < count; i++) EG_TRY(add_module(export_, &adapter, &structure, i, &adapter.count));
   egi_log(export_->ctx, EG_LOG_INFO, "%s: an adapter for models of the architecture %s", path, adapter.architecture);
   return egi_gguf_write_adapter(export_->ctx, path, &adapter);
 }

@@ -1,6 +1,7 @@
 /* An adapter as .onnx_adapter and the base graph that takes it: every adapted layer gets y + (x · A) · B with A [in, r]
  * and B [out, r]ᵀ = [r, out] as inputs of the graph, of any rank, whose defaults change nothing. onnxruntime puts a
  * file's parameters in their place by name. */
+#include "graph/moe.h"
 #include "train/train.h"
 
 #include <string.h>
@@ -44,6 +45,8 @@ static egi_node_id find_product(const egi_graph *graph, const egi_uses *uses, eg
 typedef struct grafter {
   egi_merge merge;
   egi_export_target target;
+  egi_expert_parameter *experts; /* of the graph; empty where none has an adapter */
+  size_t n_experts;
   egi_value_id *sums; /* by value before grafting: what takes its place so far; 0: nothing */
   egi_safetensor *tensors;
   size_t n_tensors;
@@ -72,17 +75,18 @@ static eg_status cast(grafter *g, const char *path, egi_value_id *value, eg_dtyp
   return add_node(g, EGI_OP_Cast, path, *value, 0, &attribute, value);
 }
 
-/* The input NAME [rows, columns] of a rank that only the caller knows; its default is a rank of one, all zero. */
-static eg_status add_input(grafter *g, const char *path, char which, const egi_safetensor *tensor,
+/* An input of the graph of a rank that only the caller knows, along `axis`; its default is a rank of one, all zero.
+ * Experts have theirs one after the other: the axis is a multiple of their number. */
+static eg_status add_input(grafter *g, const char *path, int axis, int64_t n_experts, const egi_safetensor *tensor,
                            egi_value_id *out_value) {
   egi_module *module = g->target.module;
   egi_weight weight = {.name = tensor->name, .dtype = tensor->dtype, .rank = 2, .is_input = true};
-  int axis = which == 'A' ? 1 : 0;
   uint32_t index;
   weight.dims[1 - axis] = tensor->dims[1 - axis];
-  weight.dims[axis] = 1;
+  weight.dims[axis] = n_experts;
   weight.bytes.kind = EGI_BYTES_MEMORY;
-  if (!egi_dtype_bytes(weight.dtype, (uint64_t)weight.dims[1 - axis], &weight.bytes.size_bytes)) return EG_ERROR_MEMORY;
+  if (!egi_dtype_bytes(weight.dtype, (uint64_t)(weight.dims[0] * weight.dims[1]), &weight.bytes.size_bytes))
+    return EG_ERROR_MEMORY;
   weight.bytes.data = egi_arena_get(&module->arena, 1, (size_t)weight.bytes.size_bytes);
   const char *symbol = egi_arena_format(&module->arena, "%s.rank", path);
   if (weight.bytes.data == NULL || symbol == NULL) return EG_ERROR_MEMORY;
@@ -90,7 +94,9 @@ static eg_status add_input(grafter *g, const char *path, char which, const egi_s
   if (*out_value != 0) return EG_OK;
   EG_TRY(egi_module_add_weight(module, &weight, &index));
   EG_TRY(egi_graph_add_weight(g->target.graph, index, out_value));
-  g->target.graph->values[*out_value].dims[axis] = egi_dim_symbol(module->dims, symbol);
+  egi_dim rank =
+      egi_dim_multiply(module->dims, egi_dim_symbol(module->dims, symbol), egi_dim_constant(module->dims, n_experts));
+  g->target.graph->values[*out_value].dims[axis] = rank;
   return EG_OK;
 }
 
@@ -117,14 +123,25 @@ static eg_status graft(grafter *g, size_t index, const place *where, const egi_s
   const egi_linear *linear = &g->merge.linears[index];
   eg_dtype own = egi_merge_input_dtype(&g->merge, index), dtype = tensors[0].dtype;
   egi_value_id a, b, x = where->x, y = g->sums[where->y] != 0 ? g->sums[where->y] : where->y;
-  EG_TRY(add_input(g, linear->path, 'A', &tensors[0], &a));
-  EG_TRY(add_input(g, linear->path, 'B', &tensors[1], &b));
+  EG_TRY(add_input(g, linear->path, 1, 1, &tensors[0], &a));
+  EG_TRY(add_input(g, linear->path, 0, 1, &tensors[1], &b));
   EG_TRY(spread(g, linear->path, where, linear->out_features, &b));
   EG_TRY(cast(g, linear->path, &x, own, dtype));
   EG_TRY(add_node(g, EGI_OP_MatMul, linear->path, x, a, NULL, &x));
   EG_TRY(add_node(g, EGI_OP_MatMul, linear->path, x, b, NULL, &x));
   EG_TRY(cast(g, linear->path, &x, dtype, own));
   return add_node(g, EGI_OP_Add, linear->path, y, x, NULL, &g->sums[where->y]);
+}
+
+/* A mixture takes the stacks of its adapter as inputs, laid out as PEFT's. */
+static eg_status graft_experts(grafter *g, const egi_expert_parameter *expert, const egi_safetensor tensors[2]) {
+  eg_dtype own = g->target.graph->values[g->target.graph->nodes[expert->node].inputs[EGI_MOE_X]].dtype;
+  egi_value_id stacks[2];
+  for (int i = 0; i < 2; i++) {
+    EG_TRY(add_input(g, expert->name, i, expert->n_experts, &tensors[i], &stacks[i]));
+    EG_TRY(cast(g, expert->name, &stacks[i], tensors[i].dtype, own));
+  }
+  return egi_graft_experts(g->target.graph, expert, stacks[0], stacks[1], 1.0);
 }
 
 /* Every user of a layer's result takes the sum; the first operand of a new sum is the result itself. */
@@ -207,6 +224,10 @@ static eg_status choose_graph(grafter *g, place **out_places) {
   if (places == NULL) return EG_ERROR_MEMORY;
   EG_TRY(egi_export_reopen(merge->export_, merge->module, &merge->arena, &merge->raw));
   g->target = merge->raw;
+  if (merge->export_->adapters.config.parameters != NULL) { /* mixtures are only there where they are recognised */
+    EG_TRY(egi_find_experts(merge->graph, &merge->arena, &g->experts, &g->n_experts));
+    g->target.module = NULL;
+  }
   EG_TRY(find_places(g, &merge->arena, places, &are_found));
   if (!are_found) take_recognised(g, places);
   *out_places = places;
@@ -236,6 +257,46 @@ static eg_status make_tensors(grafter *g, size_t index, egi_safetensor tensors[2
   return EG_OK;
 }
 
+/* A and B as in PEFT's file, the scale in B. */
+static eg_status make_stacks(grafter *g, size_t index, egi_safetensor tensors[2]) {
+  egi_export *export_ = g->merge.export_;
+  const egi_expert_parameter *expert = export_->expert_of[index];
+  const egi_adapter_target *target = &export_->adapters.targets[index];
+  eg_dtype dtype = export_->options->dtype != EG_DTYPE_UNDEFINED ? export_->options->dtype : EG_DTYPE_F32;
+  int64_t ranks = expert->n_experts * (int64_t)target->rank;
+  const int64_t dims[2][2] = {{ranks, expert->in_features}, {expert->out_features, ranks}};
+  const char *path = egi_export_expert_name(export_, index, &export_->arena);
+  if (path == NULL) return EG_ERROR_MEMORY;
+  for (int i = 0; i < 2; i++) {
+    uint64_t count = (uint64_t)(dims[i][0] * dims[i][1]);
+    float *values;
+    EG_TRY(egi_export_expert_stack(export_, index, i == 0 ? 'A' : 'B', &g->merge.arena, &values));
+    for (uint64_t k = 0; i == 1 && k < count; k++) values[k] = (float)((double)values[k] * target->scale);
+    tensors[i] = (egi_safetensor){.dtype = dtype, .rank = 2, .dims = {dims[i][0], dims[i][1]}};
+    tensors[i].name = egi_arena_format(&export_->arena, "%s.lora_%c.weight", path, i == 0 ? 'A' : 'B');
+    if (tensors[i].name == NULL) return EG_ERROR_MEMORY;
+    EG_TRY(egi_convert_floats(&g->merge.arena, values, count, dtype, &tensors[i].data, &tensors[i].size_bytes));
+  }
+  return EG_OK;
+}
+
+/* Mixtures keep their results: nothing takes their place. */
+static eg_status graft_all_experts(grafter *g) {
+  const egi_export *export_ = g->merge.export_;
+  egi_map names;
+  uint32_t index;
+  egi_map_init(&names, &g->merge.arena);
+  for (size_t i = 0; i < export_->adapters.count; i++)
+    if (export_->expert_of[i] != NULL) EG_TRY(egi_map_put(&names, export_->expert_of[i]->name, (uint32_t)i));
+  for (size_t i = 0; i < g->n_experts; i++) {
+    if (!egi_map_get(&names, g->experts[i].name, &index)) continue;
+    EG_TRY(make_stacks(g, index, &g->tensors[g->n_tensors]));
+    EG_TRY(graft_experts(g, &g->experts[i], &g->tensors[g->n_tensors]));
+    g->n_tensors += 2;
+  }
+  return EG_OK;
+}
+
 static eg_status graft_all(grafter *g) {
   egi_merge *merge = &g->merge;
   place *places;
@@ -246,7 +307,7 @@ static eg_status graft_all(grafter *g) {
   egi_node_id n_old_nodes = g->target.graph->n_nodes;
   egi_value_id n_old_values = g->target.graph->n_values;
   g->sums = EGI_NEW(&merge->arena, egi_value_id, n_old_values);
-  g->tensors = EGI_NEW(&merge->arena, egi_safetensor, 2 * merge->n_linears + 1);
+  g->tensors = EGI_NEW(&merge->arena, egi_safetensor, 2 * (merge->n_linears + g->n_experts) + 1);
   if (g->sums == NULL || g->tensors == NULL) return EG_ERROR_MEMORY;
   for (size_t i = 0; i < merge->n_linears; i++) {
     uint32_t first = (uint32_t)g->n_tensors;
@@ -258,6 +319,7 @@ static eg_status graft_all(grafter *g) {
     }
     EG_TRY(graft(g, i, &places[i], &g->tensors[first]));
   }
+  EG_TRY(graft_all_experts(g));
   return apply_sums(g, n_old_nodes, n_old_values);
 }
 

@@ -7,24 +7,8 @@
 typedef struct stack {
   const egi_expert_parameter *expert;
   const egi_parameter *parameter;
-  const egi_adapter_target *target;
+  uint32_t target; /* of the export's adapters; UINT32_MAX: none */
 } stack;
-
-static const egi_safetensor *find_tensor(const egi_merge *merge, const stack *s, bool has_down, const char *part,
-                                         egi_arena *arena) {
-  const char *prefix = egi_expert_tensors(arena, s->expert, has_down);
-  const char *name =
-      prefix != NULL ? egi_arena_format(arena, "base_model.model.%s.lora_%s.weight", prefix, part) : NULL;
-  return name != NULL ? egi_safetensors_find(merge->export_->peft->tensors, name) : NULL;
-}
-
-static eg_status read_tensor(const egi_merge *merge, const egi_safetensor *tensor, egi_arena *arena, float **out) {
-  if (tensor == NULL)
-    return egi_fail(arena->ctx, EG_ERROR_INTERNAL, "a tensor of the experts' adapter was not checked");
-  uint64_t count = (uint64_t)tensor->dims[0] * (uint64_t)tensor->dims[1];
-  *out = EGI_NEW(arena, float, (size_t)count);
-  return *out != NULL ? egi_adapter_read(merge->module->ctx, tensor, *out, count) : EG_ERROR_MEMORY;
-}
 
 typedef struct addition {
   float *values;
@@ -49,22 +33,23 @@ static void add_expert(void *argument, size_t expert, size_t worker) {
   }
 }
 
-static eg_status merge_stack(egi_merge *merge, const stack *s, bool is_in_first, bool has_down, egi_arena *arena) {
+static eg_status merge_stack(egi_merge *merge, const stack *s, bool is_in_first, egi_arena *arena) {
   egi_module *module = merge->module;
+  const egi_adapter_target *target = &merge->export_->adapters.targets[s->target];
   const egi_weight *old = &module->weights[s->parameter->weight];
   egi_weight weight = {.name = s->parameter->name, .dtype = EG_DTYPE_F32, .rank = 3};
   addition sum = {.n_experts = s->expert->n_experts,
-                  .rank = s->target->rank,
+                  .rank = target->rank,
                   .in = s->expert->in_features,
                   .out = s->expert->out_features,
-                  .scale = s->target->scale,
+                  .scale = target->scale,
                   .is_in_first = is_in_first};
   float *a, *b;
   uint32_t added;
   egi_value_id value;
   EG_TRY(egi_merge_read(merge, s->parameter->weight, arena, &sum.values));
-  EG_TRY(read_tensor(merge, find_tensor(merge, s, has_down, "A", arena), arena, &a));
-  EG_TRY(read_tensor(merge, find_tensor(merge, s, has_down, "B", arena), arena, &b));
+  EG_TRY(egi_export_expert_stack(merge->export_, s->target, 'A', arena, &a));
+  EG_TRY(egi_export_expert_stack(merge->export_, s->target, 'B', arena, &b));
   sum.a = a;
   sum.b = b;
   egi_pool_run(egi_context_pool(module->ctx), (size_t)sum.n_experts, add_expert, &sum);
@@ -102,7 +87,7 @@ static eg_status find_stacks(egi_merge *merge, stack *stacks, const egi_expert_p
   for (size_t i = 0; i < n; i++) {
     const egi_expert_parameter *expert = &experts[i];
     stacks[i].expert = expert;
-    if (egi_map_get(&targets, expert->name, &index)) stacks[i].target = &merge->export_->adapters.targets[index];
+    if (!egi_map_get(&targets, expert->name, &stacks[i].target)) stacks[i].target = UINT32_MAX;
     bool is_found = egi_map_get(&names, expert->name, &index);
     const egi_weight *weight = is_found ? &merge->module->weights[parameters[index].weight] : NULL;
     bool is_whole = is_found && weight->rank == 3 && weight->dims[0] == expert->n_experts &&
@@ -115,9 +100,25 @@ static eg_status find_stacks(egi_merge *merge, stack *stacks, const egi_expert_p
   return EG_OK;
 }
 
+/* Mixtures of codes that get an adapter have what the codes stand for instead. */
+static eg_status decode(egi_merge *merge) {
+  egi_expert_parameter *experts;
+  size_t n;
+  egi_map targets;
+  egi_map_init(&targets, &merge->arena);
+  for (size_t i = 0; i < merge->export_->adapters.count; i++)
+    EG_TRY(egi_map_put(&targets, merge->export_->adapters.targets[i].path, (uint32_t)i));
+  EG_TRY(egi_find_experts(merge->graph, &merge->arena, &experts, &n));
+  for (size_t i = 0; i + 1 < n; i += 2) /* gate and up, down */
+    if (egi_map_get(&targets, experts[i].name, NULL) || egi_map_get(&targets, experts[i + 1].name, NULL))
+      EG_TRY(egi_merge_decode_experts(merge, &experts[i]));
+  return EG_OK;
+}
+
 eg_status egi_merge_experts(egi_merge *merge) {
   egi_expert_parameter *experts;
   size_t n;
+  EG_TRY(decode(merge));
   EG_TRY(egi_stack_experts(merge->graph));
   EG_TRY(egi_find_experts(merge->graph, &merge->arena, &experts, &n));
   stack *stacks = EGI_NEW(&merge->arena, stack, n + 1);
@@ -125,13 +126,10 @@ eg_status egi_merge_experts(egi_merge *merge) {
   EG_TRY(find_stacks(merge, stacks, experts, n));
   bool is_turned = is_in_first(merge, stacks, n);
   for (size_t i = 0; i < n; i++) {
-    bool has_down = false; /* of the same module */
-    if (stacks[i].target == NULL) continue;
-    for (size_t k = i; k < n && k <= i + 1; k++)
-      has_down = has_down || (experts[k].is_down && experts[k].node == experts[i].node && stacks[k].target != NULL);
     egi_arena arena;
+    if (stacks[i].target == UINT32_MAX) continue;
     egi_arena_init(&arena, merge->module->ctx, EGI_PURPOSE_DATA);
-    eg_status status = merge_stack(merge, &stacks[i], is_turned, has_down, &arena);
+    eg_status status = merge_stack(merge, &stacks[i], is_turned, &arena);
     egi_arena_clear(&arena);
     EG_TRY(status);
   }

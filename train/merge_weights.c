@@ -1,6 +1,5 @@
 /* The weights of a merged model: what each linear layer has, W or what its codes stand for, plus the adapters of all
  * modules that it computes, in float32. */
-#include "graph/linear.h"
 #include "train/train.h"
 
 #include <string.h>
@@ -39,81 +38,6 @@ eg_status egi_merge_read(const egi_merge *merge, uint32_t index, egi_arena *aren
     return fail_dtype(merge, weight);
   }
   *out_values = values;
-  return EG_OK;
-}
-
-/* ---- codes ---- */
-
-/* The matrix that the graph multiplies with, below the transpose that the body of Linear puts before its product. */
-static egi_value_id find_matrix(const egi_graph *graph, bool *out_is_transposed) {
-  for (egi_node_id id = 1; id < graph->n_nodes; id++) {
-    if (graph->nodes[id].op != EGI_OP_MatMul) continue;
-    egi_value_id matrix = graph->nodes[id].inputs[1];
-    const egi_node *above = &graph->nodes[graph->values[matrix].producer];
-    *out_is_transposed = graph->values[matrix].kind == EGI_VALUE_NODE && above->op == EGI_OP_Transpose;
-    return *out_is_transposed ? above->inputs[0] : matrix;
-  }
-  return 0;
-}
-
-/* The operand in another graph: a weight, or one that was widened. */
-static eg_status copy_operand(const egi_graph *graph, const egi_linear *linear, unsigned input, egi_graph *alone,
-                              egi_value_id *out_value) {
-  egi_value_id id = graph->nodes[linear->node].inputs[input];
-  const egi_node *above = &graph->nodes[graph->values[id].producer];
-  bool is_cast = graph->values[id].kind == EGI_VALUE_NODE && above->op == EGI_OP_Cast;
-  const egi_value *value = &graph->values[is_cast ? above->inputs[0] : id];
-  egi_emitter emit = {.graph = alone};
-  if (value->kind != EGI_VALUE_WEIGHT)
-    return egi_fail_node(graph, linear->node, EG_ERROR_UNSUPPORTED, "its weight is computed: it cannot be merged");
-  EG_TRY(egi_graph_add_weight(alone, value->index, out_value));
-  if (is_cast) *out_value = egi_emit_cast(&emit, *out_value, graph->values[id].dtype);
-  return emit.status;
-}
-
-/* A graph of the node alone without its bias, x an input of one row. */
-static eg_status isolate(const egi_graph *graph, const egi_linear *linear, egi_graph *alone) {
-  const egi_node *node = &graph->nodes[linear->node];
-  egi_dims *dims = graph->module->dims;
-  const egi_dim x_dims[2] = {egi_dim_constant(dims, 1), egi_dim_constant(dims, linear->in_features)};
-  egi_node copy = *node;
-  egi_value_id *inputs = EGI_NEW(&graph->module->arena, egi_value_id, node->n_inputs);
-  if (inputs == NULL) return EG_ERROR_MEMORY;
-  EG_TRY(egi_graph_add_input(alone, "x", EG_DTYPE_F32, 2, x_dims, &inputs[0]));
-  for (unsigned i = 1; i < node->n_inputs; i++)
-    if (node->inputs[i] != 0 && i != EGI_LINEAR_BIAS) EG_TRY(copy_operand(graph, linear, i, alone, &inputs[i]));
-  egi_node_id added;
-  copy.inputs = inputs;
-  copy.outputs = NULL;
-  copy.origin = NULL;
-  EG_TRY(egi_graph_add_node(alone, &copy, &added));
-  EG_TRY(egi_graph_add_output(alone, alone->nodes[added].outputs[0]));
-  return egi_infer_graph(alone);
-}
-
-/* Runs the body of the quantised Linear as far as its weight. */
-static eg_status dequantise(const egi_merge *merge, const egi_linear *linear, egi_arena *arena, float **out_values,
-                            bool *out_is_transposed) {
-  static const char *const expand[] = {"expand_fused"}, *const clean[] = {"eliminate_dead"};
-  static const egi_pipeline_options options;
-  egi_graph *alone;
-  float row = 0.0f;
-  EG_TRY(egi_graph_create(merge->module, "dequantise", &alone));
-  EG_TRY(isolate(merge->graph, linear, alone));
-  EG_TRY(egi_passes_run(alone, expand, 1, &options, NULL));
-  egi_value_id matrix = find_matrix(alone, out_is_transposed);
-  if (matrix == 0)
-    return egi_fail_node(merge->graph, linear->node, EG_ERROR_UNSUPPORTED, "its storage cannot be merged");
-  alone->n_outputs = 0;
-  EG_TRY(egi_graph_add_output(alone, matrix));
-  EG_TRY(egi_passes_run(alone, clean, 1, &options, NULL));
-  float *x = EGI_NEW(arena, float, (size_t)linear->in_features);
-  if (x == NULL) return EG_ERROR_MEMORY;
-  x[0] = row;
-  egi_tensor input = {.data = x, .dtype = EG_DTYPE_F32, .rank = 2, .dims = {1, linear->in_features}}, output = {0};
-  egi_tensor_set_contiguous(&input);
-  EG_TRY(merge->module->evaluator->graph(merge->module->ctx, alone, &input, arena, &output));
-  *out_values = output.data;
   return EG_OK;
 }
 
@@ -178,7 +102,7 @@ eg_status egi_merge_weight(const egi_merge *merge, size_t first, egi_arena *aren
   for (; end < merge->n_linears && merge->linears[end].node == linear->node; end++)
     n_out += merge->linears[end].out_features;
   if (linear->is_quantised)
-    EG_TRY(dequantise(merge, linear, arena, &merged.values, &merged.is_out_first));
+    EG_TRY(egi_merge_decode(merge, linear, arena, &merged.values, &merged.is_out_first));
   else
     EG_TRY(egi_merge_read(merge, merge->graph->values[linear->weight].index, arena, &merged.values));
   for (size_t i = first; i < end; i++)

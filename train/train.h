@@ -442,6 +442,7 @@ typedef struct egi_export {
   egi_arena arena;
   egi_peft *peft;
   egi_adapters adapters;
+  const egi_expert_parameter **expert_of; /* by target; NULL: a linear layer */
 } egi_export;
 /* One of its modules: y + scale · (x · Aᵀ) · Bᵀ. */
 typedef struct egi_lora {
@@ -463,11 +464,33 @@ eg_status egi_export_path(egi_export *export_, const char *path, const char *suf
 /* Checks the adapter against the model and writes it in the form that the options say. */
 eg_status egi_export_adapter(const eg_model *model, const char *adapter, const eg_export_options *options,
                              const char *path);
+/* A tensor of the adapter's file in the type that the options say. */
+eg_status egi_export_convert(egi_export *export_, egi_safetensor *tensor);
+eg_status egi_export_portable(egi_export *export_, const char *directory);
 eg_status egi_export_merged(egi_export *export_, const char *path);
 eg_status egi_export_onnx_adapter(egi_export *export_, const char *path);
 eg_status egi_export_gguf(egi_export *export_, const char *path);
 /* Quantises the layers of a recognised graph as training would, and makes MatMulBnb4 of them. */
 eg_status egi_export_four_bit(egi_graph *graph, const egi_quantise_options *options);
+
+/* export_experts.c: sets export_->expert_of, from the graph that the adapters were matched with. */
+eg_status egi_export_find_experts(egi_export *export_, const egi_graph *graph);
+/* What stands before ".lora_A.weight" in the target's tensors; NULL: no memory. */
+const char *egi_export_expert_name(const egi_export *export_, size_t index, egi_arena *arena);
+/* Its A [E·r, in] or B [out, r·E] as in the file. */
+eg_status egi_export_expert_stack(const egi_export *export_, size_t index, char which, egi_arena *arena,
+                                  float **out_values);
+typedef enum egi_expert_part { EGI_EXPERT_GATE, EGI_EXPERT_UP, EGI_EXPERT_DOWN } egi_expert_part;
+typedef struct egi_expert_lora {
+  uint32_t rank;
+  int64_t in_features, out_features;
+  float *a, *b; /* [E, rank, in], [E, out, rank] */
+} egi_expert_lora;
+/* Whether the parameter holds the part. */
+bool egi_expert_has_part(const egi_expert_parameter *expert, egi_expert_part part);
+/* The part of a target that has it, its B times `factor`. */
+eg_status egi_expert_lora_read(const egi_export *export_, size_t index, egi_expert_part part, double factor,
+                               egi_arena *arena, egi_expert_lora *out_lora);
 
 /* export_target.c: the graph that is changed and written. */
 typedef struct egi_export_target {
@@ -513,6 +536,11 @@ eg_dtype egi_merge_input_dtype(const egi_merge *merge, size_t index);
 /* The matrix of a node, in the layout in which the graph has it, with the adapters of all its parts; `first` is the
  * first of its linears. Lives in `arena`. */
 eg_status egi_merge_weight(const egi_merge *merge, size_t first, egi_arena *arena, egi_merged *out_merged);
+/* merge_codes.c: what the codes of a quantised linear stand for, [out, in] or [in, out]. */
+eg_status egi_merge_decode(const egi_merge *merge, const egi_linear *linear, egi_arena *arena, float **out_values,
+                           bool *out_is_out_first);
+/* The mixture of the two parameters at `experts` computes with stacks of floats from now on. */
+eg_status egi_merge_decode_experts(egi_merge *merge, const egi_expert_parameter *experts);
 /* Adapters on experts: the stacks of Hugging Face's model take the place of what the graph has. */
 eg_status egi_merge_experts(egi_merge *merge);
 /* Modules that were trained whole: their tensors take the place of the graph's weights. */

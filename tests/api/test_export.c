@@ -150,38 +150,6 @@ static void test_dequantised_base(void **state) {
   }
 }
 
-/* Adapters on experts: every form of file, both layouts of Hugging Face's stacks. */
-static void test_experts(void **state) {
-  static const char *const names[] = {"qwen3_moe/model.dynamo-op23-sdpa-batched_mm.onnx",
-                                      "qwen3_moe/model.torchscript-op17-eager-all.onnx",
-                                      "gpt_oss/model.dynamo-op23-eager-all.onnx", "gpt_oss/model.genai-float32.onnx"};
-  static const char *const parameters[] = {"mlp.experts.gate_up_proj,mlp.experts.down_proj", "mlp.experts.down_proj"};
-  api_fixture *fixture = *state;
-  char path[256];
-  for (size_t i = 0; i < EGI_COUNT(names); i++) {
-    trained t = {.model = load(fixture, names[i]), .dataset = api_dataset(fixture->ctx, 3, 20)};
-    eg_trainer_options options = api_options();
-    eg_export_options other = EG_EXPORT_OPTIONS_INIT;
-    eg_trainer *trainer;
-    options.targets = "q_proj";
-    options.target_parameters = parameters[i % 2];
-    options.learning_rate = 0.02;
-    api_path(fixture, t.adapter, sizeof t.adapter, "adapter");
-    api_must(fixture->ctx, eg_trainer_create(t.model, t.dataset, &options, &trainer));
-    for (int k = 0; k < 4; k++) api_must(fixture->ctx, eg_trainer_step(trainer, NULL));
-    api_must(fixture->ctx, eg_trainer_save_adapter(trainer, t.adapter));
-    eg_trainer_destroy(trainer);
-    t.loss = loss_of(fixture, t.model, t.dataset, t.adapter);
-    check_merged(fixture, &t, EG_DTYPE_UNDEFINED, 1e-5, NULL);
-    other.format = EG_EXPORT_GGUF;
-    assert_int_equal(
-        eg_model_export_adapter(t.model, t.adapter, &other, api_path(fixture, path, sizeof path, "x.gguf")),
-        EG_ERROR_UNSUPPORTED);
-    api_expect_error(fixture->ctx, "adapters on experts");
-    drop(&t);
-  }
-}
-
 static uint32_t count_of(const eg_model *model, eg_dtype dtype) {
   uint32_t count = 0;
   for (uint32_t i = 1; i < model->module->n_weights; i++)
@@ -417,7 +385,6 @@ int main(void) {
       cmocka_unit_test_setup_teardown(test_types, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_four_bits, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_dequantised_base, api_setup, api_teardown),
-      cmocka_unit_test_setup_teardown(test_experts, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_tied_head, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_onnx_adapter, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_gguf, api_setup, api_teardown),

@@ -9,12 +9,8 @@ usage: rewritten.py ENGRAFT SCRATCH MODEL...     exit 77 = skipped
 """
 import json, os, subprocess, sys
 
-try:
-    import numpy as np, onnx, onnxruntime
-    from safetensors.numpy import load_file, save_file
-except ImportError as problem:
-    print("skipped:", problem)
-    sys.exit(77)
+from runtimes import check_each, dtype_of, load_file, make_scratch, np, onnx, onnxruntime, save_file, session_of, shape_of
+from runtimes import structure_of, write_documents
 
 SIZES = [(2, 7), (1, 1)]
 
@@ -24,12 +20,11 @@ def inputs_of(model, batch, sequence, head_dim):
     generator = np.random.default_rng(batch * 100 + sequence)
     feeds = {}
     for value in model.graph.input:
-        dims = [d.dim_value if d.HasField("dim_value") else d.dim_param for d in value.type.tensor_type.shape.dim]
+        dims, kind = shape_of(value), dtype_of(value)
         shape = [d if isinstance(d, int) else 0 if "past" in d and "total" not in d else batch if "batch" in d else sequence
                  for d in dims]
         if len(shape) == 4 and not isinstance(dims[3], int):
             shape[3] = head_dim
-        kind = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
         if value.name == "attention_mask":
             numbers = np.ones(shape)
             numbers[-1, (sequence + 1) // 2:] = 0
@@ -41,17 +36,6 @@ def inputs_of(model, batch, sequence, head_dim):
             numbers = generator.standard_normal(shape)
         feeds[value.name] = numbers.astype(kind)
     return feeds
-
-
-def session_of(model):
-    """Products with activations rounded to int8 are computed with float32 ones: the files are held to the same numbers."""
-    for node in model.graph.node:
-        for attribute in node.attribute:
-            if attribute.name == "accuracy_level":
-                attribute.i = 1
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 def logits_of(engraft, path, model, feeds, scratch):
@@ -132,8 +116,7 @@ def training_feeds(model, head_dim):
              "engraft.cu_seqlens": np.concatenate([ends, ends[-1:]])}
     feeds = {}
     for value in model.graph.input:
-        dims = [d.dim_value if d.HasField("dim_value") else d.dim_param for d in value.type.tensor_type.shape.dim]
-        kind = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        dims, kind = shape_of(value), dtype_of(value)
         if value.name in known:
             numbers = known[value.name]
         elif value.name == "engraft.step":
@@ -155,9 +138,7 @@ def trained(engraft, path, feeds, documents, scratch):
     modules = sorted({name.split(".lora_")[0].removeprefix("base_model.model.") for name in parameters})
     with open(os.path.join(adapter, "adapter_config.json"), "w") as file:
         json.dump({"peft_type": "LORA", "r": 4, "lora_alpha": 16, "target_modules": modules}, file)
-    with open(data, "w") as file:
-        for document in documents:
-            print(json.dumps({"input_ids": document.tolist()}), file=file)
+    write_documents(data, documents)
     gradients, log = os.path.join(scratch, "gradients.safetensors"), os.path.join(scratch, "log.jsonl")
     subprocess.run([engraft, "train", path, "--data", data, "--out", os.path.join(scratch, "run"), "--init-adapter", adapter,
                     "--steps", "1", "--tokens", "64", "--dump-gradients", gradients, "--log", log, "--external-root", "/"],
@@ -230,8 +211,7 @@ def check(engraft, path, scratch):
         texts.append(open(text).read())
     if texts[0] != texts[1]:
         return "is another graph when it is rewritten again"
-    structures = [json.loads(subprocess.run([engraft, "inspect", file, "--json", "--external-root", "/"], check=True,
-                                            capture_output=True).stdout)["structure"] for file in (path, new)]
+    structures = [structure_of(engraft, file) for file in (path, new)]
     if structures[0] != structures[1]:
         return f"is another model: {structures}"
     onnx.checker.check_model(new, full_check=True)
@@ -246,16 +226,15 @@ def check(engraft, path, scratch):
 
 
 def main():
-    engraft, scratch, failures = sys.argv[1], sys.argv[2], 0
-    os.makedirs(scratch, exist_ok=True)
-    for path in sys.argv[3:]:
-        try:
-            problem = check(engraft, path, scratch)
-        except Exception as error:
-            problem = repr(error)[:600]
-        print("ok    " if problem is None else "FAILED", path, problem or "", flush=True)
-        failures += problem is not None
-    sys.exit(1 if failures else 0)
+    engraft, scratch = sys.argv[1], make_scratch(sys.argv[2])
+
+    def report(path):
+        problem = check(engraft, path, scratch)
+        if problem is not None:
+            raise RuntimeError(problem)
+        return "same"
+
+    check_each(sys.argv[3:], report)
 
 
 main()

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Runs ../shared/check_model.py on the files of one reference model, when it is there, and on the file that engraft makes of
-# its Hugging Face folder, with fused operators and with their bodies, and structure.py on all of them; it is unpacked once.
+# its Hugging Face folder, with fused operators and with their bodies, and structure.py and consumers.py on all of them; it is unpacked once.
 # usage: shared.sh ENGRAFT SHARED WORK MODEL     exit 77 = skipped
 set -eu
 engraft=$1 shared=$2 work=$3 model=$4
@@ -33,4 +33,7 @@ for file in "$work/$model"/model.*.onnx; do
   judge "$file" --more --no-fuse || status=1
 done
 python3 "$(dirname "$0")/structure.py" "$engraft" "$work/structure-$model" "$work/$model" || status=1
+if [ -d "$work/$model/hf" ]; then
+  python3 "$(dirname "$0")/consumers.py" "$engraft" "$work/consumers-$model" "$work/$model" || [ $? -eq 77 ] || status=1
+fi
 exit $status
