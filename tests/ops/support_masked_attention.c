@@ -30,6 +30,14 @@ static const masked_case cases[] = {
     {1, 1, 1, 520, 2, 2, true, 65, PADDING_HOLES, 3.0, true}, {1, 1, 1, 400, 2, 2, false, 100, PADDING_RIGHT, 0, false},
 };
 
+/* Widths that devices have kernels of their own for, with types of 16 bits, and wider ones. */
+static const masked_case wide_cases[] = {
+    {1, 2, 1, 130, 64, 64, true, 0, PADDING_NONE, 0, false},  {2, 2, 1, 70, 128, 128, true, 17, PADDING_NONE, 0, true},
+    {1, 1, 1, 65, 192, 128, true, 0, PADDING_NONE, 0, true},  {1, 2, 1, 64, 80, 80, true, 1, PADDING_NONE, 0, false},
+    {1, 1, 1, 33, 256, 256, true, 0, PADDING_NONE, 3, false}, {1, 2, 1, 40, 96, 96, true, 0, PADDING_LEFT, 0, true},
+    {1, 1, 1, 70, 140, 260, true, 0, PADDING_NONE, 0, false}, {1, 4, 1, 80, 64, 64, true, 40, PADDING_NONE, 0, true},
+};
+
 /* Documents in the row; with the bounds of blocks of 64 rows, or of 20. */
 typedef enum documents {
   DOCUMENTS_NONE,
@@ -342,6 +350,13 @@ void ops_case_masked_attention(void **state, egi_op op) {
     }
     for (unsigned wanted = 1; wanted < 15 && i == 3 * DOCUMENTS_KINDS && is_gradient; wanted++)
       check_backward(state, &form, EG_DTYPE_F32, wanted);
+  }
+  for (size_t i = 0; i < EGI_COUNT(wide_cases); i++) {
+    const operands form = {.a = &wide_cases[i], .documents = i % 3 == 0 ? DOCUMENTS_MIXED : DOCUMENTS_NONE};
+    if (is_gradient)
+      check_backward(state, &form, EG_DTYPE_F32, i == 1 ? 9 : i == 2 ? 14 : 15);
+    else
+      check_forward(state, form.a, form.documents, EG_DTYPE_F32);
   }
   if (!is_gradient) check_refusals(state);
   if (!is_gradient) ops_check_cached_attention(state);

@@ -257,7 +257,7 @@ static eg_status execute(run_state *r, const setting *s, egi_pool *pool, bool *o
                           .arena = &arena};
   *out_is_clean = true;
   eg_status status = r->kernel->prepare != NULL ? r->kernel->prepare(&plan) : EG_OK;
-  if (status == EG_ERROR_UNSUPPORTED && c->expected_status == EG_OK && c->environment->device != NULL) {
+  if (status == EG_ERROR_UNSUPPORTED && c->expected_status != EG_ERROR_UNSUPPORTED && c->environment->device != NULL) {
     c->environment->refused[c->op] |= UINT64_C(1) << c->inputs[0].dtype;
     r->is_refused = true;
   }
