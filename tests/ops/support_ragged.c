@@ -8,7 +8,20 @@
 
 #include "graph/ragged.h"
 
-static const eg_dtype types[] = {EG_DTYPE_F64, EG_DTYPE_F32};
+static const eg_dtype types[] = {EG_DTYPE_F64, EG_DTYPE_F32, EG_DTYPE_BF16, EG_DTYPE_F16};
+
+/* How many of the types products are tried in: those of 16 bits are for devices. */
+static size_t count_types(void *const *state) {
+  return ((const ops_environment *)*state)->device != NULL ? 4 : 2;
+}
+
+/* Allowed errors: `wide` in f32, `narrow` in bf16. */
+static void add_tolerance(ops_case *c, eg_dtype dtype, double widest, double wide, double narrow) {
+  double factor = dtype == EG_DTYPE_F16 ? 0.125 : 1.0;
+  bool is_narrow = dtype == EG_DTYPE_F16 || dtype == EG_DTYPE_BF16;
+  c->absolute += is_narrow ? narrow * factor : dtype == EG_DTYPE_F32 ? wide : widest;
+  if (is_narrow) c->relative += 0.01 * factor;
+}
 
 /* ---- routing -------------------------------------------------------------------------------------------------- */
 
@@ -159,7 +172,8 @@ void ops_case_route_grad(void **state, egi_op op) {
 
 /* ---- rows ----------------------------------------------------------------------------------------------------- */
 
-static const int64_t moves[][3] = {{5, 2, 3}, {67, 1, 17}, {33, 4, 1}, {0, 2, 3}, {1, 3, 200}}; /* T, k, H */
+static const int64_t moves[][3] = {{5, 2, 3}, {67, 1, 17}, {33, 4, 1},
+                                   {0, 2, 3}, {1, 3, 200}, {9, 3, 64}}; /* T, k, H */
 
 /* A permutation of the pairs, the same each time. */
 static int64_t row_of(int64_t pair, int64_t n_rows) {
@@ -191,7 +205,7 @@ static void check_move(void **state, egi_op op, const int64_t sizes[3], eg_dtype
         out->values[row * width + h] = in->values[i / k * width + h];
     }
   }
-  if (is_combine) c.absolute += dtype == EG_DTYPE_F64 ? 1e-12 : 1e-5;
+  if (is_combine) add_tolerance(&c, dtype, 1e-12, 1e-5, 0.01);
   ops_check(&c);
   if (n_rows > 0) {
     (is_combine ? inverse : source)->values[0] = (double)n_rows;
@@ -235,6 +249,15 @@ static const ragged_setting products[] = {
     {97, 40, {0, 3, 3, 5, 6}, .is_stacked = true, .bits = 4, .block = 32, .has_levels = true, .has_zeros = true},
     {7, 30, {0, 3, 3, 5, 6}, .bits = 4, .block = 32, .has_levels = true, .has_zeros = true, .has_weight = true},
     {70, 130, {0, 3, 3, 5, 6}, .bits = 4, .block = 64, .has_levels = true},
+    {64, 128, {0, 70, 70, 200, 201}, .is_stacked = true},
+    {128, 64, {0, 1, 66, 66, 130}, .is_stacked = true, .has_bias = true, .has_weight = true},
+    {64, 72, {0, 0, 65, 65, 70}, .is_stacked = true, .is_transposed = true, .has_addend = true, .alpha = 2.0},
+    {72, 16, {0, 33, 33, 70, 71}, .is_stacked = true, .has_addend = true, .alpha = 0.5},
+    {24, 64, {0, 3, 40, 40, 41}, .has_bias = true, .has_weight = true},
+    {64, 64, {0, 66, 66, 70, 90}, .is_stacked = true, .bits = 4, .block = 64, .has_levels = true, .has_bias = true},
+    {40, 64, {0, 3, 3, 80, 81}, .is_stacked = true, .bits = 4, .block = 64, .has_levels = true, .has_zeros = true},
+    {64, 72, {0, 3, 3, 80, 81}, .is_stacked = true, .bits = 4, .block = 64, .has_levels = true, .has_weight = true},
+    {16, 32, {0, 3, 3, 80, 81}, .is_stacked = true, .bits = 4, .block = 8, .has_zeros = true, .has_bias = true},
     {100, 12, {0, 3, 3, 5, 6}, .is_stacked = true, .bits = 2, .block = 4, .has_zeros = true, .has_addend = true},
 };
 
@@ -361,9 +384,10 @@ static int64_t expert_of(const ragged_setting *s, int64_t row) {
 }
 
 void ops_case_ragged_linear(void **state, egi_op op) {
-  for (size_t i = 0; i < EGI_COUNT(products) * 2; i++) {
-    const ragged_setting *s = &products[i / 2];
-    eg_dtype dtype = types[i % 2];
+  size_t n_types = count_types(state);
+  for (size_t i = 0; i < EGI_COUNT(products) * n_types; i++) {
+    const ragged_setting *s = &products[i / n_types];
+    eg_dtype dtype = types[i % n_types];
     ops_case c;
     int64_t rows = s->offsets[4];
     double alpha = s->alpha > 0.0 ? s->alpha : 1.0;
@@ -372,7 +396,8 @@ void ops_case_ragged_linear(void **state, egi_op op) {
     ops_fill_uniform(x, -1.0, 1.0, 1);
     ops_tensor *addend = add_optional(&c, s->has_addend, dtype, 2, (int64_t[]){rows, s->n});
     (void)add_offsets(&c, s);
-    ops_tensor *weight = add_optional(&c, s->has_weight, dtype, 1, &rows);
+    eg_dtype weight_type = dtype == EG_DTYPE_BF16 ? EG_DTYPE_F32 : dtype;
+    ops_tensor *weight = add_optional(&c, s->has_weight, weight_type, 1, &rows);
     operands o = add_experts(&c, s, dtype);
     ops_tensor *y = ops_add_output(&c, dtype, 2, (int64_t[]){rows, s->n});
     for (int64_t r = 0; r < rows; r++)
@@ -383,18 +408,20 @@ void ops_case_ragged_linear(void **state, egi_op op) {
         y->values[r * s->n + n] =
             (addend ? addend->values[r * s->n + n] : 0.0) + alpha * (weight ? weight->values[r] : 1.0) * sum;
       }
-    c.absolute += dtype == EG_DTYPE_F64 ? (s->has_levels ? 1e-5 : 1e-9)
-                  : s->bits == 8        ? 1e-2
-                                        : 2e-4; /* levels are decoded in float32 */
+    add_tolerance(&c, dtype, s->has_levels ? 1e-5 : 1e-9, s->bits == 8 ? 1e-2 : 2e-4, /* levels are decoded in f32 */
+                  s->bits == 8  ? 8.0
+                  : s->bits > 0 ? 0.5
+                                : 0.1);
     ops_check(&c);
     ops_end(&c);
   }
 }
 
 void ops_case_ragged_linear_grad(void **state, egi_op op) {
-  for (size_t i = 0; i < EGI_COUNT(products) * 2; i++) {
-    const ragged_setting *s = &products[i / 2];
-    eg_dtype dtype = types[i % 2];
+  size_t n_types = count_types(state);
+  for (size_t i = 0; i < EGI_COUNT(products) * n_types; i++) {
+    const ragged_setting *s = &products[i / n_types];
+    eg_dtype dtype = types[i % n_types];
     ops_case c;
     int64_t rows = s->offsets[4];
     double alpha = s->alpha > 0.0 ? s->alpha : 1.0;
@@ -403,7 +430,8 @@ void ops_case_ragged_linear_grad(void **state, egi_op op) {
     ops_fill_uniform(dy, -1.0, 1.0, 1);
     ops_tensor *x = add_optional(&c, s->has_weight, dtype, 2, (int64_t[]){rows, s->k});
     (void)add_offsets(&c, s);
-    ops_tensor *weight = add_optional(&c, s->has_weight, dtype, 1, &rows);
+    eg_dtype weight_type = dtype == EG_DTYPE_BF16 ? EG_DTYPE_F32 : dtype;
+    ops_tensor *weight = add_optional(&c, s->has_weight, weight_type, 1, &rows);
     operands o = add_experts(&c, s, dtype);
     ops_tensor *dx = ops_add_output(&c, dtype, 2, (int64_t[]){rows, s->k});
     ops_tensor *dw = s->has_weight ? ops_add_output(&c, dtype, 1, &rows) : NULL;
@@ -418,16 +446,17 @@ void ops_case_ragged_linear_grad(void **state, egi_op op) {
         if (dw != NULL) dw->values[r] += alpha * sum * x->values[r * s->k + k];
       }
     }
-    c.absolute += dtype == EG_DTYPE_F64 ? (s->has_levels ? 1e-5 : 1e-9) : s->bits == 8 ? 1e-2 : 2e-4;
+    add_tolerance(&c, dtype, s->has_levels ? 1e-5 : 1e-9, s->bits == 8 ? 1e-2 : 2e-4, s->bits == 8 ? 8.0 : 0.5);
     ops_check(&c);
     ops_end(&c);
   }
 }
 
 void ops_case_ragged_reduce(void **state, egi_op op) {
-  for (size_t i = 0; i < EGI_COUNT(products) * 2; i++) {
-    const ragged_setting *s = &products[i / 2];
-    eg_dtype dtype = types[i % 2];
+  size_t n_types = count_types(state);
+  for (size_t i = 0; i < EGI_COUNT(products) * n_types; i++) {
+    const ragged_setting *s = &products[i / n_types];
+    eg_dtype dtype = types[i % n_types];
     ops_case c;
     int64_t rows = s->offsets[4];
     double alpha = s->alpha > 0.0 ? s->alpha : 1.0;
@@ -445,7 +474,7 @@ void ops_case_ragged_reduce(void **state, egi_op op) {
         for (int64_t k = 0; k < s->k; k++)
           out->values[(expert_of(s, r) * s->n + n) * s->k + k] +=
               alpha * left->values[r * s->n + n] * right->values[r * s->k + k];
-    c.absolute += dtype == EG_DTYPE_F64 ? 1e-9 : 3e-4;
+    add_tolerance(&c, dtype, 1e-9, 3e-4, 0.1);
     ops_check(&c);
     c.inputs[2].values[4] += 1.0;
     c.expected_status = EG_ERROR_DATA;
