@@ -88,6 +88,18 @@ typedef struct egi_backend {
   eg_status (*wait)(egi_device *device, unsigned stream, unsigned event);
   eg_status (*synchronize)(egi_device *device);
   void *(*stream)(egi_device *device, unsigned stream); /* what kernels get as `stream`; NULL: nothing */
+  /* Memory of the device set to one byte, in the order of stream 0. NULL on a host. */
+  eg_status (*fill)(egi_device *device, void *dst, int byte, size_t size_bytes);
+  /* Copies at most 64 KiB to the host behind what stream 0 has been given, without waiting; `dst` is written at the
+   * latest by collect(), which waits for that copy alone. NULL on a host. */
+  eg_status (*fetch)(egi_device *device, void *dst, const void *src, size_t size_bytes, uint64_t *out_ticket);
+  eg_status (*collect)(egi_device *device, uint64_t ticket);
+  /* What the streams are given between begin and end is kept, not done; launch does all of it in the order of stream
+   * 0. NULL where nothing can be kept. After an end that fails there is nothing to discard. */
+  eg_status (*begin_capture)(egi_device *device);
+  eg_status (*end_capture)(egi_device *device, void **out_captured);
+  eg_status (*launch)(egi_device *device, void *captured);
+  void (*discard)(egi_device *device, void *captured);
   /* The device `index` of the machine; EG_ERROR_ARGUMENT when there are fewer. */
   eg_status (*describe)(eg_context *ctx, uint32_t index, egi_device_facts *out_facts);
 } egi_backend;
@@ -209,8 +221,14 @@ void egi_session_destroy(egi_session *session);
 /* Host bytes of an input, contiguous, of the planned shape and type; copied. `input` is the position in graph->inputs.
  * Inputs are staged outside the transient buffer and keep their content between runs. */
 eg_status egi_session_set_input(egi_session *session, uint32_t input, const void *bytes, size_t size_bytes);
-/* Runs everything; allocates nothing. */
+/* Runs everything; allocates nothing, but for what the device keeps of the course of the second run: from then on it is
+ * replayed as a whole. */
 eg_status egi_session_run(egi_session *session);
+/* Starts to copy an output, contiguous and of at most 64 KiB, and does not wait. `bytes` must stay until
+ * egi_session_collect() has been given the ticket: then they are there. */
+eg_status egi_session_fetch_output(egi_session *session, uint32_t output, void *bytes, size_t size_bytes,
+                                   uint64_t *out_ticket);
+eg_status egi_session_collect(egi_session *session, uint64_t ticket);
 /* Shape and type of an output; data is device memory, valid until another session of the scratch runs. */
 eg_status egi_session_output(const egi_session *session, uint32_t output, egi_tensor *out_tensor);
 /* Copies an output to host memory, contiguous. */

@@ -27,6 +27,8 @@ struct egi_session {
   const void *bound_transient, *bound_pinned;
   bool is_bound;
   block inputs, fixed, known;
+  void *captured; /* the main list as the device keeps it, for the addresses that are bound */
+  bool has_run, is_eager;
 };
 
 /* ---- memory --------------------------------------------------------------------------------------------------- */
@@ -138,11 +140,19 @@ static eg_status bind_steps(egi_session *session, const egi_step_list *list) {
   return EG_OK;
 }
 
+static void discard(egi_session *session) {
+  if (session->captured == NULL) return;
+  (void)session->backend->synchronize(session->device);
+  session->backend->discard(session->device, session->captured);
+  session->captured = NULL;
+}
+
 static eg_status bind(egi_session *session) {
   const egi_scratch *scratch = session->scratch;
   bool is_moved =
       session->bound_transient != scratch->transient.memory || session->bound_pinned != scratch->pinned.memory;
   if (session->is_bound && !is_moved) return EG_OK;
+  discard(session);
   EG_TRY(bind_steps(session, &session->plan->setup));
   EG_TRY(bind_steps(session, &session->plan->main));
   session->bound_transient = scratch->transient.memory;
@@ -199,8 +209,28 @@ static eg_status run_list(egi_session *session, const egi_step_list *list) {
   return EG_OK;
 }
 
+/* A course that cannot be kept is walked each time. */
+static eg_status capture(egi_session *session) {
+  EG_TRY(session->backend->begin_capture(session->device));
+  eg_status status = run_list(session, &session->plan->main);
+  eg_status ended = session->backend->end_capture(session->device, &session->captured);
+  if (status == EG_OK) status = ended;
+  if (status == EG_OK) return EG_OK;
+  discard(session);
+  session->is_eager = true;
+  egi_log(session->ctx, EG_LOG_WARNING, "graph \"%s\" is run node by node: %s", session->plan->graph->name,
+          eg_context_error(session->ctx));
+  return EG_OK;
+}
+
+/* The first run loads kernels, which a capture must not; a list of segments is one captured piece as long as all
+ * kernels of a backend that captures may be. */
 eg_status egi_session_run(egi_session *session) {
   EG_TRY(bind(session));
+  bool can_capture = session->backend->begin_capture != NULL && session->has_run && !session->is_eager;
+  if (can_capture && session->captured == NULL) EG_TRY(capture(session));
+  session->has_run = true;
+  if (session->captured != NULL) return session->backend->launch(session->device, session->captured);
   return run_list(session, &session->plan->main);
 }
 
@@ -280,6 +310,7 @@ void egi_session_destroy(egi_session *session) {
   if (session == NULL) return;
   eg_context *ctx = session->ctx;
   (void)session->backend->synchronize(session->device);
+  discard(session);
   block_release(session, EGI_PURPOSE_DATA, &session->inputs);
   block_release(session, EGI_PURPOSE_STEP, &session->fixed);
   block_release(session, EGI_PURPOSE_STEP, &session->known);
@@ -368,7 +399,7 @@ eg_status egi_session_read_output(egi_session *session, uint32_t output, void *b
   egi_tensor tensor;
   EG_TRY(egi_session_output(session, output, &tensor));
   EG_TRY(check_size(session, session->plan->graph->outputs[output], &tensor, size_bytes));
-  EG_TRY(session->backend->synchronize(session->device));
+  if (session->backend->is_host) EG_TRY(session->backend->synchronize(session->device));
   if (size_bytes == 0) return EG_OK;
   if (egi_tensor_is_contiguous(&tensor)) {
     return session->backend->download(session->device, bytes, tensor.data, size_bytes);
@@ -376,4 +407,19 @@ eg_status egi_session_read_output(egi_session *session, uint32_t output, void *b
   if (!session->backend->is_host) return download_strided(session, &tensor, bytes);
   pack(&tensor, egi_whole_bytes(tensor.dtype), bytes);
   return EG_OK;
+}
+
+eg_status egi_session_fetch_output(egi_session *session, uint32_t output, void *bytes, size_t size_bytes,
+                                   uint64_t *out_ticket) {
+  egi_tensor tensor;
+  *out_ticket = 0;
+  if (session->backend->fetch == NULL) return egi_session_read_output(session, output, bytes, size_bytes);
+  EG_TRY(egi_session_output(session, output, &tensor));
+  EG_TRY(check_size(session, session->plan->graph->outputs[output], &tensor, size_bytes));
+  if (!egi_tensor_is_contiguous(&tensor)) return egi_session_read_output(session, output, bytes, size_bytes);
+  return session->backend->fetch(session->device, bytes, tensor.data, size_bytes, out_ticket);
+}
+
+eg_status egi_session_collect(egi_session *session, uint64_t ticket) {
+  return ticket == 0 ? EG_OK : session->backend->collect(session->device, ticket);
 }

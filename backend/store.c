@@ -347,6 +347,7 @@ static eg_status clear(egi_store *store, void *memory, uint64_t size_bytes) {
     memset(memory, 0, (size_t)size_bytes);
     return EG_OK;
   }
+  if (store->backend->fill != NULL) return store->backend->fill(store->device, memory, 0, (size_t)size_bytes);
   size_t chunk = size_bytes < (1u << 20) ? (size_t)size_bytes : 1u << 20;
   void *zeros = egi_allocate(store->ctx, EGI_PURPOSE_DATA, chunk);
   if (zeros == NULL) return EG_ERROR_MEMORY;

@@ -15,6 +15,7 @@ static void close_device(egi_device *device) {
   egi_release(ctx, EGI_PURPOSE_GRAPH, device->events, device->n_events * sizeof *device->events);
   egi_cuda_ring_close(&device->small);
   egi_cuda_ring_close(&device->large);
+  egi_cuda_ring_close(&device->late);
   if (device->streams[0].lt != NULL) (void)cublasLtDestroy(device->streams[0].lt);
   if (device->streams[0].lt_workspace != NULL) (void)cudaFree(device->streams[0].lt_workspace);
   if (device->fault != NULL) (void)cudaFree(device->fault);
@@ -47,6 +48,7 @@ static eg_status make_streams(egi_device *device, const egi_device_facts *facts)
   device->streams[0].lt_workspace_bytes = EGI_CUDA_LT_WORKSPACE;
   for (unsigned i = 1; i < EGI_CUDA_STREAMS; i++) device->streams[i].lt = device->streams[0].lt;
   EG_TRY(egi_cuda_ring_open(ctx, &device->small, EGI_CUDA_SMALL_SLOT, EGI_CUDA_SMALL_SLOTS));
+  EG_TRY(egi_cuda_ring_open(ctx, &device->late, EGI_CUDA_SMALL_SLOT, EGI_CUDA_LATE_SLOTS));
   return egi_cuda_ring_open(ctx, &device->large, EGI_CUDA_LARGE_SLOT, EGI_CUDA_LARGE_SLOTS);
 }
 
@@ -153,6 +155,12 @@ static eg_status wait(egi_device *device, unsigned stream, unsigned event) {
   return EG_OK;
 }
 
+static eg_status fill(egi_device *device, void *dst, int byte, size_t size_bytes) {
+  EGI_CUDA_TRY(device->ctx, cudaSetDevice(device->index));
+  EGI_CUDA_TRY(device->ctx, cudaMemsetAsync(dst, byte, size_bytes, device->streams[0].stream));
+  return EG_OK;
+}
+
 static void *stream_of(egi_device *device, unsigned stream) {
   return &device->streams[stream];
 }
@@ -169,6 +177,13 @@ static const egi_backend backend_cuda = {.name = "cuda",
                                          .wait = wait,
                                          .synchronize = egi_cuda_synchronize,
                                          .stream = stream_of,
+                                         .fill = fill,
+                                         .fetch = egi_cuda_fetch,
+                                         .collect = egi_cuda_collect,
+                                         .begin_capture = egi_cuda_begin_capture,
+                                         .end_capture = egi_cuda_end_capture,
+                                         .launch = egi_cuda_launch,
+                                         .discard = egi_cuda_discard,
                                          .describe = egi_cuda_describe};
 
 /* NULL when the caller was built from other headers. */

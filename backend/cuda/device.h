@@ -9,7 +9,8 @@ enum {
   EGI_CUDA_SMALL_SLOT = 64 << 10,
   EGI_CUDA_LARGE_SLOT = 8 << 20,
   EGI_CUDA_SMALL_SLOTS = 64,
-  EGI_CUDA_LARGE_SLOTS = 4
+  EGI_CUDA_LARGE_SLOTS = 4,
+  EGI_CUDA_LATE_SLOTS = 32
 };
 
 /* Pinned host memory in slots that are used in turn; the event of a slot says when its last copy has ended. */
@@ -27,6 +28,13 @@ struct egi_device {
   cudaEvent_t *events; /* by number, made when first recorded */
   uint32_t n_events;
   egi_cuda_ring small, large;
+  egi_cuda_ring late; /* towards the host; ticket t has slot t % n until it is collected */
+  struct {
+    void *dst; /* NULL: nothing waits in the slot */
+    size_t size_bytes;
+    uint64_t ticket;
+  } fetched[EGI_CUDA_LATE_SLOTS];
+  uint64_t n_fetched;
   egi_cuda_fault *fault, *seen_fault; /* on the device; pinned */
 };
 
@@ -37,8 +45,16 @@ void egi_cuda_ring_close(egi_cuda_ring *ring);
 eg_status egi_cuda_upload(egi_device *device, void *dst, const void *src, size_t size_bytes);
 /* Waits for the computing stream. EG_ERROR_DATA for a fault. */
 eg_status egi_cuda_download(egi_device *device, void *dst, const void *src, size_t size_bytes);
+eg_status egi_cuda_fetch(egi_device *device, void *dst, const void *src, size_t size_bytes, uint64_t *out_ticket);
+eg_status egi_cuda_collect(egi_device *device, uint64_t ticket);
 /* Waits for all streams. EG_ERROR_DATA for a fault. */
 eg_status egi_cuda_synchronize(egi_device *device);
+
+/* capture.c */
+eg_status egi_cuda_begin_capture(egi_device *device);
+eg_status egi_cuda_end_capture(egi_device *device, void **out_captured);
+eg_status egi_cuda_launch(egi_device *device, void *captured);
+void egi_cuda_discard(egi_device *device, void *captured);
 
 /* facts.c: EG_ERROR_DEVICE for devices that no kernel is made for. */
 eg_status egi_cuda_check_capability(eg_context *ctx, const egi_device_facts *facts);

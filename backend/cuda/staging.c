@@ -21,12 +21,20 @@ void egi_cuda_ring_close(egi_cuda_ring *ring) {
   *ring = (egi_cuda_ring){0};
 }
 
+/* Without a call that waits when it has ended already. */
+static eg_status await(eg_context *ctx, cudaEvent_t event) {
+  cudaError_t error = cudaEventQuery(event);
+  if (error != cudaErrorNotReady) return egi_cuda_check(ctx, error, "cudaEventQuery");
+  (void)cudaGetLastError();
+  EGI_CUDA_TRY(ctx, cudaEventSynchronize(event));
+  return EG_OK;
+}
+
 /* The next slot, once its last copy has ended; one never used counts as ended. */
 static eg_status take_slot(eg_context *ctx, egi_cuda_ring *ring, unsigned *out_slot) {
   *out_slot = ring->next;
   ring->next = (ring->next + 1) % ring->n_slots;
-  EGI_CUDA_TRY(ctx, cudaEventSynchronize(ring->ended[*out_slot]));
-  return EG_OK;
+  return await(ctx, ring->ended[*out_slot]);
 }
 
 /* ---- faults --------------------------------------------------------------------------------------------------- */
@@ -86,7 +94,7 @@ typedef struct fetched {
 
 static eg_status keep(egi_device *device, const fetched *part, void *dst) {
   const egi_cuda_ring *ring = &device->large;
-  EGI_CUDA_TRY(device->ctx, cudaEventSynchronize(ring->ended[part->slot]));
+  EG_TRY(await(device->ctx, ring->ended[part->slot]));
   memcpy((uint8_t *)dst + part->done, ring->memory + part->slot * ring->slot_bytes, part->chunk);
   return EG_OK;
 }
@@ -111,4 +119,42 @@ eg_status egi_cuda_download(egi_device *device, void *dst, const void *src, size
   }
   if (before.chunk > 0) EG_TRY(keep(device, &before, dst));
   return finish(device);
+}
+
+/* ---- late copies ---------------------------------------------------------------------------------------------- */
+
+static eg_status empty_slot(egi_device *device, unsigned slot) {
+  if (device->fetched[slot].dst == NULL) return EG_OK;
+  EG_TRY(await(device->ctx, device->late.ended[slot]));
+  memcpy(device->fetched[slot].dst, device->late.memory + slot * device->late.slot_bytes,
+         device->fetched[slot].size_bytes);
+  device->fetched[slot].dst = NULL;
+  return EG_OK;
+}
+
+eg_status egi_cuda_fetch(egi_device *device, void *dst, const void *src, size_t size_bytes, uint64_t *out_ticket) {
+  cudaStream_t stream = device->streams[0].stream;
+  uint64_t ticket = device->n_fetched + 1;
+  unsigned slot = (unsigned)(ticket % EGI_CUDA_LATE_SLOTS);
+  if (size_bytes > device->late.slot_bytes) {
+    *out_ticket = 0;
+    return egi_cuda_download(device, dst, src, size_bytes);
+  }
+  EGI_CUDA_TRY(device->ctx, cudaSetDevice(device->index));
+  EG_TRY(empty_slot(device, slot));
+  uint8_t *staging = device->late.memory + slot * device->late.slot_bytes;
+  EGI_CUDA_TRY(device->ctx, cudaMemcpyAsync(staging, src, size_bytes, cudaMemcpyDeviceToHost, stream));
+  EGI_CUDA_TRY(device->ctx, cudaEventRecord(device->late.ended[slot], stream));
+  device->fetched[slot].dst = dst;
+  device->fetched[slot].size_bytes = size_bytes;
+  device->fetched[slot].ticket = ticket;
+  *out_ticket = device->n_fetched = ticket;
+  return EG_OK;
+}
+
+/* One that was collected to make room is there already. */
+eg_status egi_cuda_collect(egi_device *device, uint64_t ticket) {
+  unsigned slot = (unsigned)(ticket % EGI_CUDA_LATE_SLOTS);
+  EGI_CUDA_TRY(device->ctx, cudaSetDevice(device->index));
+  return ticket != 0 && device->fetched[slot].ticket == ticket ? empty_slot(device, slot) : EG_OK;
 }

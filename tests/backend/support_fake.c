@@ -34,6 +34,7 @@ typedef struct queue {
 struct egi_device {
   eg_context *ctx;
   bool is_host;
+  struct captured *course; /* being captured; NULL: none */
   queue queues[N_STREAMS];
   unsigned asked[MAX_EVENTS], done[MAX_EVENTS];
   struct {
@@ -53,7 +54,27 @@ void fake_device_seed(egi_device *device, uint64_t seed) {
 
 /* ---- streams -------------------------------------------------------------------------------------------------- */
 
+/* While a course is captured it is put together there, in the order of the calls. */
+typedef struct captured_item {
+  unsigned stream;
+  item item;
+} captured_item;
+typedef struct captured {
+  captured_item *items;
+  size_t n, capacity;
+} captured;
+
 static void push(queue *to, const item *added) {
+  captured *course = to->device->course;
+  if (course != NULL) {
+    if (course->n == course->capacity) {
+      course->capacity = course->capacity == 0 ? 64 : 2 * course->capacity;
+      course->items = realloc(course->items, course->capacity * sizeof(captured_item));
+      assert_non_null(course->items);
+    }
+    course->items[course->n++] = (captured_item){(unsigned)(to - to->device->queues), *added};
+    return;
+  }
   if (to->first + to->n == to->capacity) {
     to->capacity = to->capacity == 0 ? 64 : 2 * to->capacity;
     to->items = realloc(to->items, to->capacity * sizeof(item));
@@ -112,6 +133,52 @@ static eg_status fake_wait(egi_device *device, unsigned stream, unsigned event) 
   assert_true(device->asked[event] > 0); /* a wait before the first record waits for nothing */
   push(&device->queues[stream], &(item){.kind = ITEM_WAIT, .event = event, .count = device->asked[event]});
   return EG_OK;
+}
+
+/* ---- capture -------------------------------------------------------------------------------------------------- */
+
+static unsigned n_launches, n_captured;
+unsigned fake_launches(void) {
+  return n_launches;
+}
+
+static eg_status fake_begin_capture(egi_device *device) {
+  assert_null(device->course);
+  device->course = calloc(1, sizeof(captured));
+  assert_non_null(device->course);
+  n_captured++;
+  return EG_OK;
+}
+
+static eg_status fake_end_capture(egi_device *device, void **out_captured) {
+  *out_captured = device->course;
+  device->course = NULL;
+  memset(device->asked, 0, sizeof(device->asked)); /* events of a capture are nothing outside of it */
+  memset(device->done, 0, sizeof(device->done));
+  return EG_OK;
+}
+
+static eg_status fake_launch(egi_device *device, void *kept) {
+  const captured *course = kept;
+  n_launches++;
+  for (size_t i = 0; i < course->n; i++) {
+    const captured_item *step = &course->items[i];
+    if (step->item.kind == ITEM_RECORD) EG_TRY(fake_record(device, step->stream, step->item.event));
+    if (step->item.kind == ITEM_WAIT) EG_TRY(fake_wait(device, step->stream, step->item.event));
+    if (step->item.kind == ITEM_RUN) push(&device->queues[step->stream], &step->item);
+  }
+  return EG_OK;
+}
+
+static void fake_discard(egi_device *device, void *kept) {
+  captured *course = kept;
+  (void)device;
+  n_captured--;
+  free(course->items);
+  free(course);
+}
+unsigned fake_captured(void) {
+  return n_captured;
 }
 
 static void *fake_stream(egi_device *device, unsigned stream) {
@@ -428,6 +495,10 @@ const egi_backend *fake_backend(bool is_host) {
                                     .record = fake_record,
                                     .wait = fake_wait,
                                     .synchronize = fake_synchronize,
-                                    .stream = fake_stream};
+                                    .stream = fake_stream,
+                                    .begin_capture = fake_begin_capture,
+                                    .end_capture = fake_end_capture,
+                                    .launch = fake_launch,
+                                    .discard = fake_discard};
   return is_host ? &host : &apart;
 }

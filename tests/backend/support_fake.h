@@ -11,6 +11,9 @@ const egi_backend *fake_backend(bool is_host);
 void fake_device_seed(egi_device *device, uint64_t seed);
 /* Device bytes allocated and not released, over all devices of the process. */
 size_t fake_bytes_in_use(void);
+/* Captured courses that were launched since the start of the process, and those that are kept now. */
+unsigned fake_launches(void);
+unsigned fake_captured(void);
 
 /* What a fake elementwise operator computes: exact in f32 for integers of small size, so that results can be compared
  * bit by bit. `b` is ignored by operators of one input. */

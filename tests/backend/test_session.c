@@ -176,6 +176,34 @@ static void sessions_share_memory_that_grows(void **state) {
   assert_int_equal(fake_bytes_in_use(), 0);
 }
 
+/* The second run is kept by the device and launched from then on, anew when the buffer has moved. */
+static void later_runs_are_replayed(void **state) {
+  egi_module *module = NULL;
+  egi_scratch *scratch = NULL;
+  assert_int_equal(egi_module_create(*state, &module), EG_OK);
+  egi_graph *small = add_negations(module, 8), *large = add_negations(module, 1000);
+  egi_store *store = make_store(*state, module, false);
+  assert_int_equal(egi_scratch_create(*state, store, &scratch), EG_OK);
+  made first = make_session(*state, module, small, store, scratch);
+  unsigned before = fake_launches();
+  for (int i = 0; i < 4; i++) run_and_expect(first.session, (float)i, (float)-i, 8);
+  assert_int_equal(fake_launches() - before, 3);
+  assert_int_equal(fake_captured(), 1);
+  made second = make_session(*state, module, large, store, scratch);
+  run_and_expect(first.session, 7.0f, -7.0f, 8);
+  run_and_expect(second.session, 8.0f, -8.0f, 1000);
+  assert_int_equal(fake_launches() - before, 4);
+  assert_int_equal(fake_captured(), 1);
+  egi_session_destroy(first.session);
+  egi_session_destroy(second.session);
+  assert_int_equal(fake_captured(), 0);
+  egi_scratch_destroy(scratch);
+  egi_store_destroy(store);
+  egi_plan_destroy(first.plan);
+  egi_plan_destroy(second.plan);
+  egi_module_destroy(module);
+}
+
 static void wrong_sizes_and_numbers_are_refused(void **state) {
   egi_module *module = NULL;
   float values[8] = {0};
@@ -310,10 +338,14 @@ static void every_allocation_may_fail(void **state) {
 #define TEST(name) cmocka_unit_test_setup_teardown(name, make_context, free_context)
 
 int main(void) {
-  const struct CMUnitTest tests[] = {
-      TEST(aligned_weights_stay_where_they_are), TEST(numbers_are_made_at_load),
-      TEST(parameters_start_from_weights),       TEST(sessions_share_memory_that_grows),
-      TEST(wrong_sizes_and_numbers_are_refused), TEST(errors_of_kernels_name_the_node),
-      TEST(long_graphs_are_planned_quickly),     cmocka_unit_test(every_allocation_may_fail)};
+  const struct CMUnitTest tests[] = {TEST(aligned_weights_stay_where_they_are),
+                                     TEST(numbers_are_made_at_load),
+                                     TEST(parameters_start_from_weights),
+                                     TEST(sessions_share_memory_that_grows),
+                                     TEST(later_runs_are_replayed),
+                                     TEST(wrong_sizes_and_numbers_are_refused),
+                                     TEST(errors_of_kernels_name_the_node),
+                                     TEST(long_graphs_are_planned_quickly),
+                                     cmocka_unit_test(every_allocation_may_fail)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

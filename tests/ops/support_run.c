@@ -235,6 +235,12 @@ static eg_status run_kernel(const run_state *r, const egi_kernel_call *call, siz
   return ops_run_on_device(environment, r->kernel, call, blocks, n_blocks, &workspace);
 }
 
+/* A device's kernels look at short lists (axes, starts) where a planner knows them: in prepare, on the host. */
+static bool is_list_for_prepare(const run_state *r, const egi_tensor *tensor) {
+  bool is_integer = tensor->dtype == EG_DTYPE_I32 || tensor->dtype == EG_DTYPE_I64;
+  return r->c->environment->device != NULL && !r->is_on_host && is_integer && tensor->rank <= 1;
+}
+
 /* prepare and run in memory of its own, with a guarded and poisoned workspace. */
 static eg_status execute(run_state *r, const setting *s, egi_pool *pool, bool *out_is_clean) {
   const ops_case *c = r->c;
@@ -245,7 +251,10 @@ static eg_status execute(run_state *r, const setting *s, egi_pool *pool, bool *o
   fill_views(r, s, inputs, outputs);
   memcpy(planned, inputs, sizeof planned);
   memcpy(planned_outputs, outputs, sizeof planned_outputs);
-  for (unsigned i = 0; i < OPS_MAX_OPERANDS; i++) planned[i].data = planned_outputs[i].data = NULL;
+  for (unsigned i = 0; i < OPS_MAX_OPERANDS; i++) {
+    if (!is_list_for_prepare(r, &planned[i])) planned[i].data = NULL;
+    planned_outputs[i].data = NULL;
+  }
   egi_arena_init(&arena, ctx, EGI_PURPOSE_GRAPH);
   egi_kernel_plan plan = {.ctx = ctx,
                           .graph = r->module->graphs[0],
