@@ -186,7 +186,7 @@ static const char *kind_field(egi_documents_kind kind) {
   switch (kind) {
   case EGI_DOCUMENTS_CLASS:
   case EGI_DOCUMENTS_NUMBERS:
-    return "\"label\"";
+    return "numbers as \"label\"";
   case EGI_DOCUMENTS_MATCHES:
     return "\"anchor\" and \"positive\"";
   case EGI_DOCUMENTS_SCORES:
@@ -197,13 +197,20 @@ static const char *kind_field(egi_documents_kind kind) {
   return "labels of tokens";
 }
 
+/* A text or null as "label" is no number: the line counts as one without. */
+static eg_status fail_kind(const egi_scanner *s, const row *r, const egi_documents_room *room) {
+  if (r->kind == EGI_DOCUMENTS_TOKENS)
+    return egi_fail(s->ctx, EG_ERROR_DATA, "%s line %zu: no %s, which the lines before have", s->path, s->line,
+                    kind_field(room->kind));
+  return egi_fail(s->ctx, EG_ERROR_DATA, "%s line %zu: %s, but the lines before have %s", s->path, s->line,
+                  kind_field(r->kind), kind_field(room->kind));
+}
+
 /* Whole numbers and others make numbers. */
 static eg_status join_kinds(const egi_scanner *s, const row *r, egi_documents_room *room) {
   bool was_single = room->kind == EGI_DOCUMENTS_CLASS || room->kind == EGI_DOCUMENTS_NUMBERS;
   bool is_single = r->kind == EGI_DOCUMENTS_CLASS || r->kind == EGI_DOCUMENTS_NUMBERS;
-  if (r->kind != room->kind && !(was_single && is_single))
-    return egi_fail(s->ctx, EG_ERROR_DATA, "%s line %zu: %s, but the lines before have %s", s->path, s->line,
-                    kind_field(r->kind), kind_field(room->kind));
+  if (r->kind != room->kind && !(was_single && is_single)) return fail_kind(s, r, room);
   if (r->n_targets != room->n_numbers)
     return egi_fail(s->ctx, EG_ERROR_DATA, "%s line %zu: \"label\" has %u numbers, the lines before have %u", s->path,
                     s->line, r->n_targets, room->n_numbers);

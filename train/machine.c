@@ -173,6 +173,12 @@ int64_t egi_positions_count(const egi_graph *graph, const egi_inputs *inputs) {
   return smallest;
 }
 
+int64_t egi_types_count(const egi_graph *graph, const egi_inputs *inputs) {
+  for (uint32_t i = 0; i < graph->n_inputs; i++)
+    if (inputs->roles[i] == EGI_FEED_TOKEN_TYPES) return count_rows(graph, graph->inputs[i]);
+  return 0;
+}
+
 int64_t egi_embedding_count(const egi_graph *graph, const egi_inputs *inputs) {
   return count_rows(graph, graph->inputs[inputs->ids]);
 }

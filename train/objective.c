@@ -143,7 +143,8 @@ eg_status egi_objective_choose(const egi_graph *graph, const egi_inputs *inputs,
 eg_status egi_vocabulary_find(const egi_graph *graph, const egi_inputs *inputs, eg_loss loss,
                               egi_vocabulary *out_vocabulary) {
   egi_value_id logits = 0;
-  *out_vocabulary = (egi_vocabulary){.loss = loss, .n_embeddings = egi_embedding_count(graph, inputs)};
+  *out_vocabulary = (egi_vocabulary){
+      .loss = loss, .n_embeddings = egi_embedding_count(graph, inputs), .n_types = egi_types_count(graph, inputs)};
   if (loss == EG_LOSS_RANKING || loss == EG_LOSS_COSINE) return EG_OK;
   if (egi_loss_is_of_documents(loss)) {
     logits = egi_find_document_logits(graph);
@@ -155,6 +156,17 @@ eg_status egi_vocabulary_find(const egi_graph *graph, const egi_inputs *inputs, 
   }
   EG_TRY(egi_find_logits(graph, &logits));
   out_vocabulary->n_logits = last_size(graph, logits);
+  return EG_OK;
+}
+
+static eg_status check_types(eg_context *ctx, const egi_vocabulary *v, const egi_documents *documents) {
+  if (documents->token_types == NULL || v->n_types == 0) return EG_OK;
+  for (size_t d = 0; d < documents->n_documents; d++)
+    for (uint64_t first = documents->offsets[d], i = first; i < documents->offsets[d + 1]; i++)
+      if (documents->token_types[i] >= v->n_types)
+        return egi_fail(ctx, EG_ERROR_DATA, "%s: document %zu, position %llu: token type %d is outside the %lld types",
+                        documents->path, d + 1, (unsigned long long)(i - first + 1), documents->token_types[i],
+                        (long long)v->n_types);
   return EG_OK;
 }
 
@@ -188,6 +200,11 @@ static eg_status check_numbers(eg_context *ctx, const egi_vocabulary *v, const e
   if (is_class && documents->kind != EGI_DOCUMENTS_CLASS)
     return egi_fail(ctx, EG_ERROR_DATA, "%s: a class is one whole number, the lines have others as \"label\"",
                     documents->path);
+  if (v->loss == EG_LOSS_REGRESSION && documents->n_numbers == 1 && v->n_logits > 1)
+    return egi_fail(ctx, EG_ERROR_DATA,
+                    "%s: the model gives %lld numbers: \"label\" has to be as many, or the whole number of a class "
+                    "(1, not 1.0) in every line",
+                    documents->path, (long long)v->n_logits);
   if (!is_class && v->n_logits > 0 && documents->n_numbers != v->n_logits)
     return egi_fail(ctx, EG_ERROR_DATA, "%s: \"label\" has %u numbers, the model gives %lld", documents->path,
                     documents->n_numbers, (long long)v->n_logits);
@@ -214,6 +231,7 @@ eg_status egi_vocabulary_check(eg_context *ctx, const egi_vocabulary *vocabulary
   if (documents->is_first != NULL && !is_of_several)
     return egi_fail(ctx, EG_ERROR_DATA, "%s: examples of several documents have no labels", documents->path);
   EG_TRY(check_tokens(ctx, vocabulary, documents));
+  EG_TRY(check_types(ctx, vocabulary, documents));
   bool has_numbers = egi_loss_is_of_documents(vocabulary->loss) && !is_of_several;
   return has_numbers ? check_numbers(ctx, vocabulary, documents) : EG_OK;
 }

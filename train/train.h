@@ -212,7 +212,7 @@ eg_status egi_objective_choose(const egi_graph *graph, const egi_inputs *inputs,
 /* Sizes that tokens and labels must stay below; 0: not known. Read before the loss is appended. */
 typedef struct egi_vocabulary {
   eg_loss loss;
-  int64_t n_embeddings, n_logits;
+  int64_t n_embeddings, n_types, n_logits;
 } egi_vocabulary;
 eg_status egi_vocabulary_find(const egi_graph *graph, const egi_inputs *inputs, eg_loss loss,
                               egi_vocabulary *out_vocabulary);
@@ -220,6 +220,8 @@ eg_status egi_vocabulary_find(const egi_graph *graph, const egi_inputs *inputs, 
 eg_status egi_vocabulary_check(eg_context *ctx, const egi_vocabulary *vocabulary, const egi_documents *documents);
 /* Rows of the table that the token ids index; 0: not known. */
 int64_t egi_embedding_count(const egi_graph *graph, const egi_inputs *inputs);
+/* The same of the types of tokens. */
+int64_t egi_types_count(const egi_graph *graph, const egi_inputs *inputs);
 /* Positions that the tables indexed by position inputs have; 0: not known. */
 /* Those of the tables that packed positions index count too. */
 int64_t egi_positions_count(const egi_graph *graph, const egi_inputs *inputs);

@@ -108,7 +108,7 @@ static const bad_line bad_lines[] = {
     {"{\"input_ids\":[3],\"label\":1.}", "\"label\" holds something that is not a number"},
     {"{\"input_ids\":[3],\"label\":1,\"label\":2}", "\"label\" stands twice"},
     {"{\"input_ids\":[3],\"label\":1,\"labels\":[2]}", "both a \"label\" and labels of tokens"},
-    {"{\"input_ids\":[3],\"label\":1}\n{\"input_ids\":[3]}", "line 2: labels of tokens, but the lines before"},
+    {"{\"input_ids\":[3],\"label\":1}\n{\"input_ids\":[3]}", "line 2: no numbers as \"label\", which the lines before have"},
     {"{\"input_ids\":[3],\"label\":1}\n{\"input_ids\":[3],\"label\":[1,2]}", "line 2: \"label\" has 2 numbers"},
     {"{\"input_ids\":[3,4],\"token_type_ids\":[1]}", "1 token_type_ids for 2 input_ids"},
     {"{\"input_ids\":[3],\"score\":1}", "\"score\" without \"sentence1\""},
