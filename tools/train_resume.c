@@ -16,6 +16,7 @@
 #define STATE_NAME "trainer.safetensors"
 #define RUN_NAME "run.json"
 #define PREFIX "checkpoint-"
+#define PARTIAL ".partial"
 
 static const char *const saved_names[] = {
     "adapter_config.json", "adapter_model.safetensors", "model.onnx", "model.onnx.data", STATE_NAME, RUN_NAME};
@@ -24,8 +25,28 @@ static const char *checkpoint_path(training *run, uint64_t step, const char *suf
   return egi_arena_format(&run->t->arena, "%s/" PREFIX "%" PRIu64 "%s", tool_text(run->t, OPTION_OUT), step, suffix);
 }
 
+/* Whether a file is what a killed run left of one that it was writing: "NAME.tmp-1234" (egi_file_create). */
+static bool is_leftover(const char *entry) {
+  for (size_t i = 0; i < EGI_COUNT(saved_names); i++) {
+    size_t length = strlen(saved_names[i]);
+    if (strncmp(entry, saved_names[i], length) == 0 && egi_has_prefix(entry + length, ".tmp-")) return true;
+  }
+  return false;
+}
+
+static void remove_leftovers(training *run, const char *directory) {
+  const struct dirent *entry;
+  DIR *folder = opendir(directory);
+  while (folder != NULL && (entry = readdir(folder)) != NULL) {
+    const char *path = is_leftover(entry->d_name) ? egi_path_join(&run->t->arena, directory, entry->d_name) : NULL;
+    if (path != NULL) (void)unlink(path);
+  }
+  if (folder != NULL) closedir(folder);
+}
+
 /* Removes what a checkpoint consists of; a folder with anything else in it stays. */
 static void remove_checkpoint(training *run, const char *directory) {
+  remove_leftovers(run, directory);
   for (size_t i = 0; i < EGI_COUNT(saved_names); i++) {
     const char *path = egi_path_join(&run->t->arena, directory, saved_names[i]);
     if (path != NULL) (void)unlink(path);
@@ -45,6 +66,20 @@ static bool parse_name(const char *name, uint64_t *out_step) {
 static int compare_steps(const void *a, const void *b) {
   uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
   return (x > y) - (x < y);
+}
+
+/* What killed runs left: files half written, and checkpoints that never were whole. */
+static void remove_partial(training *run) {
+  const char *out = tool_text(run->t, OPTION_OUT);
+  const struct dirent *entry;
+  DIR *folder = opendir(out);
+  remove_leftovers(run, out);
+  while (folder != NULL && (entry = readdir(folder)) != NULL) {
+    bool is_partial = egi_has_prefix(entry->d_name, PREFIX) && egi_has_suffix(entry->d_name, PARTIAL);
+    const char *path = is_partial ? egi_path_join(&run->t->arena, out, entry->d_name) : NULL;
+    if (path != NULL) remove_checkpoint(run, path);
+  }
+  if (folder != NULL) closedir(folder);
 }
 
 /* Steps of the checkpoints that can be gone on from, rising. */
@@ -109,7 +144,7 @@ static eg_status fill_checkpoint(training *run, const char *directory) {
 }
 
 eg_status training_save_checkpoint(training *run, uint64_t step) {
-  const char *directory = checkpoint_path(run, step, ""), *partial = checkpoint_path(run, step, ".partial");
+  const char *directory = checkpoint_path(run, step, ""), *partial = checkpoint_path(run, step, PARTIAL);
   if (directory == NULL || partial == NULL) return EG_ERROR_MEMORY;
   remove_checkpoint(run, partial);
   eg_status status = fill_checkpoint(run, partial);
@@ -145,6 +180,7 @@ static eg_status read_run(training *run, const char *path) {
 eg_status training_resume(training *run) {
   uint64_t *steps;
   uint32_t count;
+  remove_partial(run);
   EG_TRY(list_checkpoints(run, &steps, &count));
   if (count == 0)
     return egi_fail(run->t->ctx, EG_ERROR_IO, "%s: there is no checkpoint to resume from",
@@ -159,14 +195,16 @@ eg_status training_resume(training *run) {
 
 /* The log keeps the lines up to the step that is gone on from. */
 eg_status training_cut_log(training *run, const char *path) {
-  char line[512];
+  char piece[512]; /* of a line: mixtures have long ones */
   uint64_t step;
   long end = 0;
+  bool is_start = true;
   FILE *file = fopen(path, "r");
   if (file == NULL) return EG_OK; /* none yet */
-  while (fgets(line, sizeof line, file) != NULL && strchr(line, '\n') != NULL) {
-    if (sscanf(line, "{\"step\":%" SCNu64, &step) == 1 && step > run->n_done) break;
-    end = ftell(file);
+  while (fgets(piece, sizeof piece, file) != NULL) {
+    if (is_start && sscanf(piece, "{\"step\":%" SCNu64, &step) == 1 && step > run->n_done) break;
+    is_start = strchr(piece, '\n') != NULL;
+    if (is_start) end = ftell(file);
   }
   (void)fclose(file);
   if (end >= 0 && truncate(path, end) == 0) return EG_OK;

@@ -327,5 +327,16 @@ there stopped/adapter_model.safetensors
 good eval model.onnx --data data.jsonl --adapter stopped
 there "stopped/checkpoint-$step/trainer.safetensors"
 
+# ---- going on clears away what a killed run left, and keeps the lines of the log, however long they are ----
+good train model.onnx --data data.jsonl --out killed --steps 2 --save-every 2 --log killed.jsonl
+mkdir killed/checkpoint-4.partial
+touch killed/adapter_model.safetensors.tmp-17 killed/checkpoint-4.partial/trainer.safetensors.tmp-17
+: >killed/checkpoint-4.partial/adapter_config.json
+printf '{"step":1,"expert_tokens":[%01000d]}\n{"step":2,"expert_tokens":[%01000d]}\n{"step":3}\n{"ste' 0 0 >killed.jsonl
+good train model.onnx --data data.jsonl --out killed --steps 4 --save-every 2 --log killed.jsonl --resume
+for left in killed/adapter_model.safetensors.tmp-17 killed/checkpoint-4.partial; do absent $left; done
+checks=$((checks + 1))
+[ "$(sed 's/,.*//' killed.jsonl | tr -d '\n')" = '{"step":1{"step":2{"step":3{"step":4' ] || fail "the log: $(cut -c 1-60 killed.jsonl)"
+
 echo "$checks checks, $failures failed"
 [ "$failures" -eq 0 ]
