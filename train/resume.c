@@ -1,6 +1,7 @@
 /* A trainer's state in one safetensors file, from which another trainer goes on bit by bit as this one would have:
  * parameters and moments, counters, and the settings that must be equal for that. */
 #include <inttypes.h>
+#include <math.h>
 #include <string.h>
 
 #include "base/blockwise.h"
@@ -152,10 +153,8 @@ static void add_settings(const eg_trainer *trainer, egi_text *text) {
   egi_text_format(text, "tiles=%" PRIu32 "\n", trainer->tiles); /* sums over rows are rounded by tile */
   egi_text_format(text, "learning_rate=%.17g\nschedule=%d\nwarmup=%.17g\n", o->learning_rate, (int)o->schedule,
                   o->warmup);
-  egi_text_format(text, "optimizer=%d\nmoment_floor=%d\nlora_plus=%.17g\nloss=%d\npooling=%d\nsimilarity_scale=%.17g\n",
-                  (int)o->optimizer, o->no_moment_floor == 0, o->lora_plus, (int)o->loss, (int)o->pooling,
-                  o->similarity_scale);
-  egi_text_format(text, "dropout=%.17g\n", trainer->adapters.config.dropout);
+  egi_text_format(text, "no_fuse=%d\n", o->no_fuse != 0); /* bodies are rounded otherwise */
+  egi_text_format(text, "optimizer=%d\nmoment_floor=%d\n", (int)o->optimizer, o->no_moment_floor == 0);
   egi_text_format(text, "quant=%d\nquant_block=%" PRIu32 "\ndouble_quant=%d\nquant_head=%d\n", (int)o->quant,
                   o->quant_block, o->double_quant != 0, o->quant_head != 0);
   egi_text_format(text, "weight_decay=%.17g\nbeta1=%.17g\nbeta2=%.17g\nepsilon=%.17g\nclip=%.17g\n", o->weight_decay,
@@ -288,6 +287,17 @@ static eg_status find_tensor(const loader *l, const piece *row, const egi_safete
   return EG_OK;
 }
 
+static eg_status check_finite(const loader *l, const egi_safetensor *tensor) {
+  float number;
+  for (uint64_t i = 0; tensor->dtype == EG_DTYPE_F32 && i < tensor->size_bytes / sizeof number; i++) {
+    memcpy(&number, tensor->data + i * sizeof number, sizeof number);
+    if (!isfinite(number))
+      return egi_fail(l->trainer->ctx, EG_ERROR_DATA, "%s: %s holds a number that is not finite", l->path,
+                      tensor->name);
+  }
+  return EG_OK;
+}
+
 /* All tensors are there before the first is written: a file that does not fit changes nothing. */
 static eg_status load(loader *l) {
   eg_trainer *trainer = l->trainer;
@@ -299,7 +309,10 @@ static eg_status load(loader *l) {
   EG_TRY(list_pieces(trainer, &l->arena, &list));
   const egi_safetensor **tensors = EGI_NEW(&l->arena, const egi_safetensor *, list.count);
   if (tensors == NULL) return EG_ERROR_MEMORY;
-  for (size_t i = 0; i < list.count; i++) EG_TRY(find_tensor(l, &list.pieces[i], &tensors[i]));
+  for (size_t i = 0; i < list.count; i++) {
+    EG_TRY(find_tensor(l, &list.pieces[i], &tensors[i]));
+    EG_TRY(check_finite(l, tensors[i]));
+  }
   for (size_t i = 0; i < list.count; i++)
     EG_TRY(machine->backend->upload(egi_store_device(machine->store), memory_of(trainer, &list.pieces[i]),
                                     tensors[i]->data, (size_t)tensors[i]->size_bytes));

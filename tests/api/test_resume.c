@@ -2,6 +2,7 @@
 #include "support_api.h"
 
 #include <stdio.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -84,6 +85,30 @@ static void expect_refusal(api_fixture *fixture, const setting *s, const char *p
   eg_trainer_destroy(trainer);
 }
 
+/* The state with a number of one tensor spoiled, in another file. */
+static void spoil(api_fixture *fixture, const char *path, const char *spoiled_path) {
+  egi_safetensors *file;
+  api_must(fixture->ctx, egi_safetensors_open(fixture->ctx, path, &file));
+  size_t count = egi_safetensors_count(file);
+  egi_safetensor *tensors = calloc(count, sizeof *tensors);
+  assert_non_null(tensors);
+  float *numbers = NULL;
+  for (size_t i = 0; i < count; i++) {
+    tensors[i] = *egi_safetensors_at(file, i);
+    if (numbers != NULL || strncmp(tensors[i].name, "exp_avg_sq.", strlen("exp_avg_sq.")) != 0) continue;
+    numbers = malloc((size_t)tensors[i].size_bytes);
+    assert_non_null(numbers);
+    memcpy(numbers, tensors[i].data, (size_t)tensors[i].size_bytes);
+    numbers[1] = NAN;
+    tensors[i].data = (const uint8_t *)numbers;
+  }
+  assert_non_null(numbers);
+  api_must(fixture->ctx, egi_safetensors_write(fixture->ctx, spoiled_path, tensors, count));
+  egi_safetensors_close(file);
+  free(numbers);
+  free(tensors);
+}
+
 static void test_refused(void **state) {
   api_fixture *fixture = *state;
   char path[256], missing[256];
@@ -98,6 +123,11 @@ static void test_refused(void **state) {
   expect_refusal(fixture, &s, missing, "holds no state");
   other.options.learning_rate *= 2.0;
   expect_refusal(fixture, &other, path, "learning_rate=");
+  other = s;
+  other.options.no_fuse = 1;
+  expect_refusal(fixture, &other, path, "no_fuse=0, this run has no_fuse=1");
+  spoil(fixture, path, api_path(fixture, missing, sizeof missing, "spoiled.safetensors"));
+  expect_refusal(fixture, &s, missing, "holds a number that is not finite");
   other = s;
   other.options.rank++;
   expect_refusal(fixture, &other, path, "other adapters");
