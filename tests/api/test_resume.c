@@ -35,9 +35,8 @@ static eg_trainer *make_trainer(api_fixture *fixture, const setting *s) {
   return trainer;
 }
 
-static void check_going_on(api_fixture *fixture, bool is_full) {
+static void check_going_on(api_fixture *fixture, setting s) {
   char path[256];
-  setting s = make_setting(fixture, is_full);
   eg_trainer *straight = make_trainer(fixture, &s);
   eg_step_report report = {0}, resumed_report = {0};
   size_t count, other_count;
@@ -63,11 +62,42 @@ static void check_going_on(api_fixture *fixture, bool is_full) {
 }
 
 static void test_adapters(void **state) {
-  check_going_on(*state, false);
+  check_going_on(*state, make_setting(*state, false));
+}
+
+static size_t count_codes(api_fixture *fixture, const setting *s) {
+  eg_trainer *trainer = make_trainer(fixture, s);
+  size_t count = 0;
+  for (size_t i = 0; i < eg_trainer_parameter_count(trainer); i++) count += egi_moments_are_codes(trainer, i);
+  eg_trainer_destroy(trainer);
+  return count;
+}
+
+/* Ranks so large that moments are codes. */
+static void test_eight_bits(void **state) {
+  setting s = make_setting(*state, false);
+  s.options.optimizer = EG_OPTIMIZER_ADAMW_8BIT;
+  s.options.rank = 256;
+  assert_true(count_codes(*state, &s) > 0);
+  check_going_on(*state, s);
+}
+
+static void test_experts(void **state) {
+  api_fixture *fixture = *state;
+  setting s = make_setting(fixture, false);
+  eg_model_destroy(s.model);
+  api_must(fixture->ctx,
+           eg_model_load(fixture->ctx, EGI_TEST_DATA "/gpt_oss/model.genai-float32.onnx", NULL, &s.model));
+  s.options.optimizer = EG_OPTIMIZER_ADAMW_8BIT;
+  s.options.targets = "q_proj";
+  s.options.target_parameters = "mlp.experts.gate_up_proj,mlp.experts.down_proj";
+  s.options.rank = 64;
+  assert_true(count_codes(fixture, &s) > 0);
+  check_going_on(fixture, s);
 }
 
 static void test_full(void **state) {
-  check_going_on(*state, true);
+  check_going_on(*state, make_setting(*state, true));
 }
 
 /* Loading fails, names the reason and leaves parameters and counters. */
@@ -187,6 +217,8 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test_setup_teardown(test_adapters, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_full, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_eight_bits, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_experts, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_refused, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_longer, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_truncated, api_setup, api_teardown),
