@@ -291,7 +291,13 @@ EG_API size_t eg_dataset_document_count(const eg_dataset *dataset);
 /* ---- trainer ------------------------------------------------------------------------------------------------ */
 
 typedef enum eg_schedule { EG_SCHEDULE_CONSTANT, EG_SCHEDULE_LINEAR, EG_SCHEDULE_COSINE, EG_SCHEDULE_WSD } eg_schedule;
-typedef enum eg_lora_init { EG_LORA_INIT_DEFAULT, EG_LORA_INIT_GAUSSIAN } eg_lora_init;
+/* First values of adapters. */
+typedef enum eg_lora_init {
+  EG_LORA_INIT_DEFAULT,  /* A uniform in ±1/sqrt(in), B zero */
+  EG_LORA_INIT_GAUSSIAN, /* A normal with deviation 1/rank, B zero */
+  EG_LORA_INIT_PISSA,    /* the largest singular triples of the frozen matrix, which the base loses */
+  EG_LORA_INIT_OLORA     /* the first columns and rows of its QR factors, which the base loses */
+} eg_lora_init;
 
 /* Documents one after the other in rows of at most `tokens`, without seeing each other: as if each were alone. */
 typedef enum eg_packing {
@@ -364,7 +370,8 @@ struct eg_trainer_options {
                                matched as PEFT does: the whole module path or its end after a dot; or a regular expression
                                (a text with one of \\ ^ $ * + ? ( ) [ ] { } |) that a whole path matches; or "none" */
   const char *init_adapter; /* PEFT folder to go on from: gives rank, alpha, targets and dropout; NULL: new adapters */
-  eg_lora_init init;
+  eg_lora_init init; /* of new adapters. PISSA and OLORA are saved as adapters of twice the rank, which load beside the
+                        unchanged base: what was learned, and minus what it began with */
   double learning_rate;
   eg_schedule schedule;
   double warmup;       /* steps; below 1 a ratio of n_steps */

@@ -68,13 +68,19 @@ static eg_status make_trainable(grafter *state, const egi_state *parameter, egi_
 
 /* ---- LoRA ------------------------------------------------------------------------------------------------------- */
 
-static eg_status make_adapter_state(grafter *state, const char *path, char which, const int64_t dims[2],
-                                    uint32_t n_stacked, egi_value_id *out_value) {
+typedef struct adapter_shape {
+  int64_t dims[2];
+  uint32_t n_stacked, first; /* weight of first values, or 0 */
+} adapter_shape;
+
+static eg_status make_adapter_state(grafter *state, const char *path, char which, const adapter_shape *shape,
+                                    egi_value_id *out_value) {
   egi_state parameter = {.pool = EGI_POOL_PARAMETERS, .dtype = EG_DTYPE_F32, .rank = 2, .has_decay = true};
-  parameter.n_stacked = n_stacked;
+  parameter.n_stacked = shape->n_stacked;
+  parameter.weight = shape->first;
   parameter.name = egi_arena_format(&state->arena, "base_model.model.%s.lora_%c.weight", path, which);
-  parameter.dims[0] = dims[0];
-  parameter.dims[1] = dims[1];
+  parameter.dims[0] = shape->dims[0];
+  parameter.dims[1] = shape->dims[1];
   return parameter.name ? make_trainable(state, &parameter, out_value) : EG_ERROR_MEMORY;
 }
 
@@ -89,26 +95,45 @@ static eg_status drop_input(grafter *state, egi_emitter *emit, egi_value_id *x) 
   return emit->status;
 }
 
+/* sum + alpha · (x · Aᵀ) · Bᵀ */
+static egi_value_id add_product(egi_emitter *emit, egi_value_id sum, egi_value_id x, const egi_value_id factors[2],
+                                double alpha) {
+  egi_value_id down = egi_emit_binary(emit, EGI_OP_MatMul, x, egi_emit_unary(emit, EGI_OP_Transpose, factors[0]));
+  const egi_value_id inputs[3] = {sum, down, egi_emit_unary(emit, EGI_OP_Transpose, factors[1])};
+  const egi_attribute attribute = egi_attribute_float("alpha", (float)alpha);
+  return egi_emit(emit, EGI_OP_AddMatMul, inputs, 3, &attribute, 1);
+}
+
+/* What the adapter begins with is no change: it is taken off, without dropout, as if the base had lost it. */
+static eg_status subtract_first(grafter *state, egi_emitter *emit, const egi_adapter_target *target, egi_value_id x,
+                                egi_value_id *sum) {
+  egi_value_id factors[2] = {0, 0};
+  if (target->first_a == 0) return EG_OK;
+  EG_TRY(egi_graph_add_weight(state->graph, target->first_a, &factors[0]));
+  EG_TRY(egi_graph_add_weight(state->graph, target->first_b, &factors[1]));
+  *sum = add_product(emit, *sum, x, factors, -target->scale);
+  return emit->status;
+}
+
 static eg_status graft_one(grafter *state, const egi_linear *linear, const egi_adapter_target *target) {
   egi_graph *graph = state->graph;
-  const int64_t a_dims[2] = {target->rank, linear->in_features}, b_dims[2] = {linear->out_features, target->rank};
-  egi_value_id a = 0, b = 0, x = graph->nodes[linear->node].inputs[0], y = linear->result;
+  const adapter_shape a = {{target->rank, linear->in_features}, 0, target->first_a};
+  const adapter_shape b = {{linear->out_features, target->rank}, 0, target->first_b};
+  egi_value_id factors[2] = {0, 0}, x = graph->nodes[linear->node].inputs[0], y = linear->result, dropped = x;
   if (graph->values[x].dtype != EG_DTYPE_F32)
     return egi_fail_node(graph, linear->node, EG_ERROR_UNSUPPORTED, "an adapter needs float32, this computes in %s",
                          egi_dtype_name(graph->values[x].dtype));
-  EG_TRY(make_adapter_state(state, linear->path, 'A', a_dims, 0, &a));
-  EG_TRY(make_adapter_state(state, linear->path, 'B', b_dims, 0, &b));
+  EG_TRY(make_adapter_state(state, linear->path, 'A', &a, &factors[0]));
+  EG_TRY(make_adapter_state(state, linear->path, 'B', &b, &factors[1]));
   egi_emitter emit = {.graph = graph, .scope = linear->path};
-  EG_TRY(drop_input(state, &emit, &x));
-  egi_value_id down = egi_emit_binary(&emit, EGI_OP_MatMul, x, egi_emit_unary(&emit, EGI_OP_Transpose, a));
-  const egi_value_id inputs[3] = {y, down, egi_emit_unary(&emit, EGI_OP_Transpose, b)};
-  const egi_attribute alpha = egi_attribute_float("alpha", (float)target->scale);
-  egi_node_id n_nodes = graph->n_nodes;
-  egi_value_id sum = egi_emit(&emit, EGI_OP_AddMatMul, inputs, 3, &alpha, 1);
+  EG_TRY(drop_input(state, &emit, &dropped));
+  egi_value_id sum = add_product(&emit, y, dropped, factors, target->scale);
   EG_TRY(emit.status);
+  EG_TRY(subtract_first(state, &emit, target, x, &sum));
+  egi_node_id last = graph->n_nodes - 1;
   bool is_done = false;
   EG_TRY(egi_redirect_put(&state->redirect, y, sum, &is_done));
-  if (!is_done) return egi_fail_node(graph, n_nodes, EG_ERROR_INTERNAL, "cannot take the place of an output");
+  if (!is_done) return egi_fail_node(graph, last, EG_ERROR_INTERNAL, "cannot take the place of an output");
   state->run->report->n_matched++;
   return EG_OK;
 }
@@ -116,17 +141,17 @@ static eg_status graft_one(grafter *state, const egi_linear *linear, const egi_a
 static eg_status graft_experts(grafter *state, const egi_expert_parameter *parameter, const egi_adapter_target *target,
                                bool has_down_adapter) {
   int64_t ranks = parameter->n_experts * (int64_t)target->rank;
-  const int64_t a_dims[2] = {ranks, parameter->in_features}, b_dims[2] = {parameter->out_features, ranks};
+  const adapter_shape a_shape = {{ranks, parameter->in_features}, (uint32_t)parameter->n_experts, 0};
+  const adapter_shape b_shape = {{parameter->out_features, ranks}, (uint32_t)parameter->n_experts, 0};
   const egi_value *x = &state->graph->values[state->graph->nodes[parameter->node].inputs[0]];
   const char *tensors = egi_expert_tensors(&state->arena, parameter, has_down_adapter);
-  uint32_t n_stacked = (uint32_t)parameter->n_experts;
   egi_value_id a = 0, b = 0;
   if (tensors == NULL) return EG_ERROR_MEMORY;
   if (x->dtype != EG_DTYPE_F32)
     return egi_fail_node(state->graph, parameter->node, EG_ERROR_UNSUPPORTED,
                          "an adapter needs float32, this computes in %s", egi_dtype_name(x->dtype));
-  EG_TRY(make_adapter_state(state, tensors, 'A', a_dims, n_stacked, &a));
-  EG_TRY(make_adapter_state(state, tensors, 'B', b_dims, n_stacked, &b));
+  EG_TRY(make_adapter_state(state, tensors, 'A', &a_shape, &a));
+  EG_TRY(make_adapter_state(state, tensors, 'B', &b_shape, &b));
   state->run->report->n_matched++;
   return egi_graft_experts(state->graph, parameter, a, b, target->scale);
 }

@@ -18,6 +18,9 @@ typedef struct egi_adapter_target {
   const char *path; /* module path, "model.layers.0.self_attn.q_proj"; parameter of experts, "….experts.down_proj" */
   uint32_t rank;
   double scale; /* alpha / rank */
+  /* Weights of the module with first values other than zero, whose product is subtracted, so that nothing changes at
+   * first; 0: none. */
+  uint32_t first_a, first_b;
 } egi_adapter_target;
 
 /* How quantize_base stores frozen matrices: codes of 4 bits (base/blockwise.h). */

@@ -54,6 +54,13 @@ static eg_loss parse_loss(const tool *t) {
   return EG_LOSS_COSINE;
 }
 
+static eg_lora_init parse_init(const char *text) {
+  static const char *const names[] = {"default", "gaussian", "pissa"};
+  for (size_t i = 0; i < EGI_COUNT(names); i++)
+    if (strcmp(names[i], text) == 0) return (eg_lora_init)i;
+  return EG_LORA_INIT_OLORA;
+}
+
 static eg_pooling parse_pooling(const char *text) {
   static const char *const names[] = {"auto", "mean", "cls", "last"};
   for (size_t i = 0; i < EGI_COUNT(names); i++)
@@ -103,7 +110,7 @@ eg_status training_options(tool *t, eg_trainer_options *options) {
   options->init_adapter = tool_text(t, OPTION_INIT_ADAPTER);
   options->plan = tool_text(t, OPTION_PLAN);
   options->device_description = tool_text(t, OPTION_DEVICE_DESCRIPTION);
-  options->init = strcmp(tool_text(t, OPTION_INIT), "gaussian") == 0 ? EG_LORA_INIT_GAUSSIAN : EG_LORA_INIT_DEFAULT;
+  options->init = parse_init(tool_text(t, OPTION_INIT));
   options->learning_rate = t->values[OPTION_LR].number;
   options->schedule = parse_schedule(tool_text(t, OPTION_SCHEDULE));
   options->warmup = t->values[OPTION_WARMUP].number;

@@ -45,6 +45,7 @@ void egi_trainer_plan_options(const eg_trainer *trainer, egi_text *out) {
     add_text(out, "targets", o->targets);
     add_text(out, "target_parameters", o->target_parameters);
     add_text(out, "modules_to_save", o->modules_to_save);
+    add_flag(out, "has_first_factors", o->init >= EG_LORA_INIT_PISSA);
     add_text(out, "exclude", o->exclude);
     add_text(out, "rank_pattern", o->rank_pattern);
     add_text(out, "alpha_pattern", o->alpha_pattern);

@@ -147,6 +147,7 @@ static void add_settings(const eg_trainer *trainer, egi_text *text) {
   egi_text_format(text, "model=%016" PRIx64 "\ndata=%016" PRIx64 "\nadapters=%016" PRIx64 "\n",
                   hash_model(trainer->model->module), hash_data(trainer->dataset->documents),
                   hash_adapters(&trainer->adapters));
+  if (o->init >= EG_LORA_INIT_PISSA) egi_text_format(text, "init=%d\n", (int)o->init); /* it is in every step */
   egi_text_format(text, "full=%d\ndtype=%s\nseed=%" PRIu64 "\n", o->full != 0, egi_dtype_name(o->dtype), o->seed);
   egi_text_format(text, "tokens=%" PRIu32 "\naccumulate=%" PRIu32 "\npacked=%d\nin_order=%d\n", o->tokens,
                   o->accumulate, trainer->lanes.inputs.is_packed, o->packing == EG_PACKING_SEQUENTIAL);

@@ -265,6 +265,23 @@ eg_status egi_adapters_load(egi_machine *machine, const egi_peft *peft);
 /* A tensor of an adapter in float32; EG_ERROR_DATA for what is not finite. */
 eg_status egi_adapter_read(eg_context *ctx, const egi_safetensor *tensor, float *values, uint64_t count);
 
+/* decompose.c: factors B [rows, rank] · A [rank, columns] of a matrix; rank is at most rows and columns. The same
+ * numbers with any number of threads. */
+typedef struct egi_factors {
+  const float *matrix; /* [rows, columns] */
+  int64_t rows, columns;
+  uint32_t rank;
+  double scale; /* principal: scale · B · A is the best approximation of that rank, shared evenly */
+  float *a, *b;
+} egi_factors;
+eg_status egi_principal_factors(eg_context *ctx, const egi_factors *factors, uint64_t seed);
+/* B the first columns of Q, A the first rows of R, of matrix = Q · R. */
+eg_status egi_orthogonal_factors(eg_context *ctx, const egi_factors *factors);
+/* adapter_factors.c: PiSSA and OLoRA: the targets get first values out of the matrices that they stand beside, and the
+ * module weights that hold them. After quantize_base, before graft_adapters. */
+eg_status egi_adapters_decompose(egi_machine *machine, const eg_trainer_options *options, bool is_planned_only,
+                                 egi_adapters *adapters);
+
 /* One trainable tensor in a pool, in the layout of the file it is saved to; n_values floats. */
 uint64_t egi_state_count(const egi_state *state);
 /* Dims as files have them; returns the rank. */

@@ -17,7 +17,7 @@ static eg_status check_options(eg_context *ctx, const eg_trainer_options *o) {
   if (!o->full && o->init_adapter == NULL && (o->targets == NULL || o->targets[0] == '\0')) wrong = "targets";
   if (!(o->dropout >= 0.0 && o->dropout < 1.0)) wrong = "dropout";
   if (!is_within(o->lora_plus, 1e-6, 1e6)) wrong = "lora_plus";
-  if (o->init != EG_LORA_INIT_DEFAULT && o->init != EG_LORA_INIT_GAUSSIAN) wrong = "init";
+  if (o->init < EG_LORA_INIT_DEFAULT || o->init > EG_LORA_INIT_OLORA) wrong = "init";
   if (!is_within(o->learning_rate, 0.0, 1e6)) wrong = "learning_rate";
   if (o->schedule < EG_SCHEDULE_CONSTANT || o->schedule > EG_SCHEDULE_WSD) wrong = "schedule";
   if (!is_within(o->warmup, 0.0, 1e15)) wrong = "warmup";

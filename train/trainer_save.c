@@ -1,6 +1,7 @@
 /* What leaves a trainer: parameters and gradients as arrays, adapters as PEFT folders, trained weights as a model. */
 #include "train/train.h"
 
+#include <math.h>
 #include <string.h>
 
 static const egi_state *parameter_at(const eg_trainer *trainer, size_t index) {
@@ -116,15 +117,73 @@ static eg_status read_tensors(const eg_trainer *trainer, egi_arena *arena, egi_s
   return EG_OK;
 }
 
+/* ---- adapters that did not begin at zero ---- */
+
+/* B · A - B0 · A0 = [B, -B0] · [A; A0]: plain LoRA of twice the rank beside the unchanged base, as PEFT converts them
+ * (peft/tuners/lora/model.py, subtract_mutated_init). */
+static eg_status append_first(const eg_trainer *trainer, const egi_state *state, egi_arena *arena,
+                              egi_safetensor *tensor) {
+  const egi_weight *first = &trainer->machine.module->weights[state->weight];
+  const float *now = (const float *)(const void *)tensor->data,
+              *before = (const float *)(const void *)first->bytes.data;
+  size_t rows = (size_t)tensor->dims[0], columns = (size_t)tensor->dims[1];
+  float *both = EGI_NEW(arena, float, 2 * rows * columns);
+  bool is_a = egi_has_suffix(state->name, ".lora_A.weight");
+  if (both == NULL) return EG_ERROR_MEMORY;
+  if (is_a) {
+    memcpy(both, now, rows * columns * sizeof *both);
+    memcpy(both + rows * columns, before, rows * columns * sizeof *both);
+  }
+  for (size_t row = 0; row < rows && !is_a; row++)
+    for (size_t column = 0; column < columns; column++) {
+      both[2 * row * columns + column] = now[row * columns + column];
+      both[(2 * row + 1) * columns + column] = -before[row * columns + column];
+    }
+  tensor->dims[is_a ? 0 : 1] *= 2;
+  tensor->data = (const uint8_t *)both;
+  tensor->size_bytes *= 2;
+  return EG_OK;
+}
+
+static eg_status double_patterns(egi_arena *arena, const egi_peft_pattern **patterns, size_t count, double factor) {
+  egi_peft_pattern *copy = EGI_NEW(arena, egi_peft_pattern, count + 1);
+  if (copy == NULL) return EG_ERROR_MEMORY;
+  for (size_t i = 0; i < count; i++) {
+    copy[i] = (*patterns)[i];
+    copy[i].value *= factor;
+  }
+  *patterns = copy;
+  return EG_OK;
+}
+
+static eg_status double_ranks(const eg_trainer *trainer, egi_arena *arena, egi_safetensor *tensors,
+                              egi_peft_config *config) {
+  bool has_first = false;
+  for (size_t i = 0; i < trainer->n_tensors; i++) {
+    const egi_state *state = state_of(trainer, &trainer->tensors[i]);
+    bool is_adapter = egi_has_suffix(state->name, ".lora_A.weight") || egi_has_suffix(state->name, ".lora_B.weight");
+    if (state->weight == 0 || !is_adapter) continue;
+    EG_TRY(append_first(trainer, state, arena, &tensors[i]));
+    has_first = true;
+  }
+  if (!has_first) return EG_OK;
+  double factor = config->use_rslora ? sqrt(2.0) : 2.0; /* the scale stays */
+  config->rank *= 2;
+  config->alpha *= factor;
+  EG_TRY(double_patterns(arena, &config->ranks, config->n_ranks, 2.0));
+  return double_patterns(arena, &config->alphas, config->n_alphas, factor);
+}
+
 eg_status egi_trainer_save_adapter(const eg_trainer *trainer, const char *directory) {
   if (trainer->options.full)
     return egi_fail(trainer->ctx, EG_ERROR_ARGUMENT, "full training has no adapter; save the model instead");
   egi_arena arena;
   egi_arena_init(&arena, trainer->ctx, EGI_PURPOSE_DATA);
   egi_safetensor *tensors = EGI_NEW(&arena, egi_safetensor, trainer->n_tensors);
+  egi_peft_config config = trainer->adapters.config;
   eg_status status = tensors != NULL ? read_tensors(trainer, &arena, tensors) : EG_ERROR_MEMORY;
-  if (status == EG_OK)
-    status = egi_peft_write(trainer->ctx, directory, &trainer->adapters.config, tensors, trainer->n_tensors);
+  if (status == EG_OK) status = double_ranks(trainer, &arena, tensors, &config);
+  if (status == EG_OK) status = egi_peft_write(trainer->ctx, directory, &config, tensors, trainer->n_tensors);
   egi_arena_clear(&arena);
   return status;
 }

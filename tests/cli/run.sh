@@ -76,7 +76,7 @@ printf '{"rank": {"a": 1}}' >settings.json
 bad 2 'rank' train model.onnx --data data.jsonl --out run --config settings.json
 
 # ---- options of other versions: named, never ignored ----
-for option in '--loss dpo' '--neftune 5' '--init pissa' '--qat int4'; do
+for option in '--loss dpo' '--neftune 5' '--qat int4'; do
   # shellcheck disable=SC2086 # option and value
   bad 1 "$option is not in this version" train model.onnx --data data.jsonl --out run $option
 done

@@ -243,7 +243,9 @@ static void frozen_adapters_have_no_gradients(void **state) {
 
 static void targets_without_a_layer_are_named(void **state) {
   pass_fixture *fixture = *state;
-  const egi_adapter_target targets[3] = {{"layers.7.up", 1, 1}, {"head", 1, 1}, {"layers.0.down", 1, 1}};
+  const egi_adapter_target targets[3] = {{.path = "layers.7.up", .rank = 1, .scale = 1},
+                                         {.path = "head", .rank = 1, .scale = 1},
+                                         {.path = "layers.0.down", .rank = 1, .scale = 1}};
   const egi_adapt_options adapt = {.adapters = targets, .n_adapters = 3};
   pass_graph(fixture, TWO_LAYERS);
   assert_int_equal(pass_try(fixture, "name_modules,graft_adapters", &adapt), EG_ERROR_DATA);
@@ -370,7 +372,8 @@ static void release(void *userdata, void *memory, size_t size_bytes) {
 
 static eg_status whole_way(eg_context *ctx) {
   static const char header[] = "<ir_version: 10, opset_import: [\"\": 23]>\ng " TWO_LAYERS;
-  const egi_adapter_target targets[2] = {{"layers.0.up", 2, 1}, {"layers.1.up", 2, 1}};
+  const egi_adapter_target targets[2] = {{.path = "layers.0.up", .rank = 2, .scale = 1},
+                                         {.path = "layers.1.up", .rank = 2, .scale = 1}};
   const egi_adapt_options adapt = {.adapters = targets, .n_adapters = 2, .has_gradient = true};
   const egi_pipeline_options options = {.adapt = &adapt};
   const char *const names[] = {"name_modules",  "widen_floats",     "append_loss",   "graft_adapters",

@@ -23,7 +23,8 @@ static const char *const model =
 
 /* Differentiated, with adapters on every `up`. */
 static void make_graph(pass_fixture *fixture) {
-  static const egi_adapter_target targets[2] = {{"layers.0.up", 1, 1}, {"layers.1.up", 1, 1}};
+  static const egi_adapter_target targets[2] = {{.path = "layers.0.up", .rank = 1, .scale = 1},
+                                                {.path = "layers.1.up", .rank = 1, .scale = 1}};
   const egi_adapt_options adapt = {.adapters = targets, .n_adapters = 2, .has_gradient = true};
   pass_graph(fixture, model);
   pass_run(fixture, "name_modules,append_loss,graft_adapters,differentiate,eliminate_common,eliminate_dead", &adapt);
@@ -31,7 +32,9 @@ static void make_graph(pass_fixture *fixture) {
 
 /* Three blocks. */
 static void make_deep_graph(pass_fixture *fixture) {
-  static const egi_adapter_target targets[3] = {{"layers.0.up", 1, 1}, {"layers.1.up", 1, 1}, {"layers.2.up", 1, 1}};
+  static const egi_adapter_target targets[3] = {{.path = "layers.0.up", .rank = 1, .scale = 1},
+                                                {.path = "layers.1.up", .rank = 1, .scale = 1},
+                                                {.path = "layers.2.up", .rank = 1, .scale = 1}};
   const egi_adapt_options adapt = {.adapters = targets, .n_adapters = 3, .has_gradient = true};
   pass_graph(fixture, "(int64[batch,sequence] input_ids) => (float[batch,sequence,5] logits)\n" WEIGHTS "\n"
                       "{ x0 = Gather (t, input_ids)\n" BLOCK("x0", "x1", "0") BLOCK("x1", "x2", "1")
@@ -264,7 +267,7 @@ static void a_graph_without_a_loss_is_refused(void **state) {
 static void a_way_past_joins_blocks(void **state) {
   pass_fixture *fixture = *state;
   egi_blocks blocks;
-  static const egi_adapter_target target = {"layers.0.up", 1, 1};
+  static const egi_adapter_target target = {.path = "layers.0.up", .rank = 1, .scale = 1};
   const egi_adapt_options adapt = {.adapters = &target, .n_adapters = 1, .has_gradient = true};
   pass_graph(fixture, "(int64[batch,sequence] input_ids) => (float[batch,sequence,5] logits)\n"
                       "" WEIGHTS "\n"

@@ -119,7 +119,7 @@ static void genais_projection_has_three_parts(void **state) {
   pass_run_settled(fixture, "name_modules");
   assert_string_equal(linears(fixture), "model.layers.0.self_attn.q_proj 2>4\nmodel.layers.0.self_attn.k_proj 2>2\n"
                                         "model.layers.0.self_attn.v_proj 2>2\nlm_head 2>5\n");
-  const egi_adapter_target target = {"model.layers.0.self_attn.k_proj", 1, 2.0};
+  const egi_adapter_target target = {.path = "model.layers.0.self_attn.k_proj", .rank = 1, .scale = 2.0};
   const egi_adapt_options adapt = {.adapters = &target, .n_adapters = 1, .is_frozen = true};
   pass_run(fixture, "graft_adapters", &adapt);
   assert_int_equal(pass_count(fixture, EGI_OP_AddMatMul), 1);
