@@ -98,11 +98,8 @@ eg_status egi_cpu_prepare_linear(egi_kernel_plan *plan) {
   linear_params *p = EGI_NEW(plan->arena, linear_params, 1);
   if (!p) return EG_ERROR_MEMORY;
   if (egi_linear_storage_of(egi_plan_node(plan)) == EGI_LINEAR_PLAIN) {
-    bool has_bias = egi_plan_has_input(plan, EGI_LINEAR_BIAS);
-    egi_matmul_spec spec = {
-        {EGI_LINEAR_X, EGI_LINEAR_WEIGHT, 0, has_bias ? EGI_LINEAR_BIAS : -1}, false, true, 1.0, has_bias ? 1.0 : 0.0};
-    if (plan->inputs[EGI_LINEAR_WEIGHT].rank != 2)
-      return egi_fail_node(plan->graph, plan->node, EG_ERROR_SHAPE, "the weight is no matrix");
+    egi_matmul_spec spec;
+    EG_TRY(egi_matmul_spec_of_linear(plan, &spec));
     EG_TRY(egi_matmul_prepare(plan, &spec));
     p->plain = plan->params;
   } else {
