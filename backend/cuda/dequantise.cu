@@ -1,0 +1,206 @@
+/* Codes of 2, 4 or 8 bits to floats: (code - zero) · scale, or levels[code] · scale, each operation rounded to f32 as
+ * on the CPU, then to the type of the result. A thread makes eight neighbours of a row; the flat 4-bit form, whose
+ * blocks are multiples of eight, has a kernel of its own that reads their codes and their scale at once. */
+#include "backend/cuda/dequantise.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace {
+
+constexpr int n_threads = 256;
+constexpr int n_elements = 8;
+
+struct decoding {
+  egi_quantised matrix;
+  float levels[16];
+  void *out;
+  eg_dtype dtype;
+  egi_cuda_fault *fault;
+};
+
+__device__ unsigned code_at(const void *codes, unsigned bits, int64_t index) {
+  unsigned per_byte = 8 / bits, place = unsigned(index % per_byte);
+  return unsigned(static_cast<const uint8_t *>(codes)[index / per_byte]) >> (place * bits) & ((1u << bits) - 1u);
+}
+
+__device__ float number_of(unsigned code, const egi_quantised &m) {
+  int value = int(code);
+  if (m.is_signed && code >> (m.bits - 1) != 0) value -= 1 << m.bits;
+  return float(value);
+}
+
+__device__ float float_at(const void *data, eg_dtype dtype, int64_t index) {
+  switch (dtype) {
+  case EG_DTYPE_F16:
+    return __half2float(static_cast<const __half *>(data)[index]);
+  case EG_DTYPE_BF16:
+    return __bfloat162float(static_cast<const __nv_bfloat16 *>(data)[index]);
+  case EG_DTYPE_F64:
+    return float(static_cast<const double *>(data)[index]);
+  default:
+    return static_cast<const float *>(data)[index];
+  }
+}
+
+/* Scale of block `index` of the flat form; base/blockwise.h says how nested ones lie. */
+__device__ float flat_scale(const egi_quantised &m, int64_t index) {
+  if (m.nested == nullptr) return float_at(m.scales, m.scale_dtype, index);
+  float step = m.nested[1 + static_cast<const uint8_t *>(m.scales)[index]];
+  return __fadd_rn(__fmul_rn(step, m.nested[EGI_NESTED_HEADER + index / EGI_NESTED_BLOCK]), m.nested[0]);
+}
+
+__device__ float value_at(const decoding &d, int64_t row, int64_t column) {
+  const egi_quantised &m = d.matrix;
+  int64_t index = row * m.code_row_stride + column;
+  if (m.flat_block > 0) {
+    unsigned byte = m.codes[index / 2], code = index % 2 == 0 ? byte >> 4 : byte & 15u;
+    return __fmul_rn(d.levels[code], flat_scale(m, index / m.flat_block));
+  }
+  int64_t r = row / m.block_rows, c = column / m.block_columns;
+  if (m.group_index != nullptr) {
+    c = m.group_index[column];
+    if (c < 0 || c >= m.scale_row_stride) {
+      egi_cuda_raise(d.fault, EGI_CUDA_FAULT_INDEX, EGI_OP_Linear, c);
+      return 0.0f;
+    }
+  }
+  float scale = float_at(m.scales, m.scale_dtype, r * m.scale_row_stride + c * m.scale_column_stride);
+  int64_t at = r * m.zero_row_stride + c * m.zero_column_stride;
+  float zero = m.zero;
+  if (m.zero_kind == EGI_ZERO_CODES) zero = number_of(code_at(m.zeros, m.bits, at), m);
+  if (m.zero_kind == EGI_ZERO_FLOATS) zero = float_at(m.zeros, m.zero_dtype, at);
+  return __fmul_rn(__fsub_rn(number_of(code_at(m.codes, m.bits, index), m), zero), scale);
+}
+
+__device__ void store(void *out, eg_dtype dtype, int64_t at, float value) {
+  if (dtype == EG_DTYPE_BF16)
+    static_cast<__nv_bfloat16 *>(out)[at] = __float2bfloat16_rn(value);
+  else if (dtype == EG_DTYPE_F16)
+    static_cast<__half *>(out)[at] = __float2half_rn(value);
+  else
+    static_cast<float *>(out)[at] = value;
+}
+
+__global__ void decode_kernel(decoding d) {
+  int64_t count = d.matrix.rows * d.matrix.columns, n_steps = (count + n_elements - 1) / n_elements;
+  for (int64_t i = blockIdx.x * int64_t(n_threads) + threadIdx.x; i < n_steps; i += int64_t(gridDim.x) * n_threads)
+    for (int64_t k = i * n_elements; k < (i + 1) * n_elements && k < count; k++)
+      store(d.out, d.dtype, k, value_at(d, k / d.matrix.columns, k % d.matrix.columns));
+}
+
+/* Eight values as 16 bytes of 16-bit floats, or twice 16 of f32. */
+__device__ void store_eight(void *out, eg_dtype dtype, int64_t at, const float (&values)[n_elements]) {
+  if (dtype == EG_DTYPE_F32) {
+    float4 *target = reinterpret_cast<float4 *>(static_cast<float *>(out) + at);
+    target[0] = make_float4(values[0], values[1], values[2], values[3]);
+    target[1] = make_float4(values[4], values[5], values[6], values[7]);
+    return;
+  }
+  uint32_t words[4];
+  for (int i = 0; i < 4; i++) {
+    if (dtype == EG_DTYPE_BF16) {
+      __nv_bfloat162 pair = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
+      words[i] = *reinterpret_cast<uint32_t *>(&pair);
+    } else {
+      __half2 pair = __floats2half2_rn(values[2 * i], values[2 * i + 1]);
+      words[i] = *reinterpret_cast<uint32_t *>(&pair);
+    }
+  }
+  *reinterpret_cast<uint4 *>(static_cast<uint16_t *>(out) + at) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+__global__ void decode_flat_kernel(decoding d) {
+  __shared__ float levels[16];
+  if (threadIdx.x < 16) levels[threadIdx.x] = d.levels[threadIdx.x];
+  __syncthreads();
+  int64_t n_steps = d.matrix.rows * d.matrix.columns / n_elements;
+  const uint32_t *codes = reinterpret_cast<const uint32_t *>(d.matrix.codes);
+  for (int64_t i = blockIdx.x * int64_t(n_threads) + threadIdx.x; i < n_steps; i += int64_t(gridDim.x) * n_threads) {
+    uint32_t word = codes[i];
+    float scale = flat_scale(d.matrix, i * n_elements / d.matrix.flat_block), values[n_elements];
+    for (int k = 0; k < 4; k++) {
+      unsigned byte = word >> (8 * k) & 255u;
+      values[2 * k] = __fmul_rn(levels[byte >> 4], scale);
+      values[2 * k + 1] = __fmul_rn(levels[byte & 15u], scale);
+    }
+    store_eight(d.out, d.dtype, i * n_elements, values);
+  }
+}
+
+struct packing {
+  const void *source;
+  void *target;
+  int rank;
+  int64_t count, dims[EGI_MAX_RANK], strides[EGI_MAX_RANK];
+  size_t bytes;
+};
+
+__global__ void pack_kernel(packing p) {
+  for (int64_t i = blockIdx.x * int64_t(n_threads) + threadIdx.x; i < p.count; i += int64_t(gridDim.x) * n_threads) {
+    int64_t rest = i, at = 0;
+    for (int d = p.rank - 1; d >= 0; d--) {
+      at += rest % p.dims[d] * p.strides[d];
+      rest /= p.dims[d];
+    }
+    for (size_t k = 0; k < p.bytes; k++)
+      static_cast<uint8_t *>(p.target)[size_t(i) * p.bytes + k] =
+          static_cast<const uint8_t *>(p.source)[at * int64_t(p.bytes) + int64_t(k)];
+  }
+}
+
+unsigned block_count(int64_t n_steps, const egi_cuda_stream *stream) {
+  int64_t blocks = (n_steps + n_threads - 1) / n_threads, most = int64_t(stream->n_multiprocessors) * 32;
+  return static_cast<unsigned>(blocks < 1 ? 1 : blocks < most ? blocks : most);
+}
+
+/* The operand's bytes in order; a copy where they are not. */
+eg_status packed_data(eg_context *ctx, const egi_quantised_weight *weight, unsigned index, const egi_kernel_call *call,
+                      char *copies, const void **out_data) {
+  unsigned input = weight->inputs[index];
+  *out_data = nullptr;
+  if (input == EGI_NO_INPUT || !egi_call_has_input(call, input)) return EG_OK;
+  const egi_tensor *tensor = &call->inputs[input];
+  *out_data = tensor->data;
+  if (weight->copy_offset[index] == 0) return EG_OK;
+  packing p = {tensor->data, copies + weight->copy_offset[index], tensor->rank, egi_tensor_count(tensor), {},
+               {},           egi_element_bytes(tensor->dtype)};
+  for (int d = 0; d < tensor->rank; d++) p.dims[d] = tensor->dims[d], p.strides[d] = tensor->strides[d];
+  *out_data = p.target;
+  const egi_cuda_stream *stream = egi_cuda_stream_of(call);
+  pack_kernel<<<block_count(p.count, stream), n_threads, 0, stream->stream>>>(p);
+  return egi_cuda_launched(ctx, "pack");
+}
+
+} // namespace
+
+extern "C" eg_status egi_cuda_quantised_open(eg_context *ctx, const egi_quantised_weight *weight,
+                                             const egi_kernel_call *call, char *copies, egi_quantised *out_matrix) {
+  const void *data[EGI_LINEAR_INPUTS] = {nullptr};
+  egi_quantised q = weight->matrix;
+  for (unsigned i = EGI_LINEAR_WEIGHT; i < EGI_LINEAR_INPUTS; i++)
+    if (i != EGI_LINEAR_BIAS) EG_TRY(packed_data(ctx, weight, i, call, copies, &data[i]));
+  q.codes = static_cast<const uint8_t *>(data[EGI_LINEAR_WEIGHT]);
+  q.scales = data[EGI_LINEAR_SCALES];
+  q.nested = static_cast<const float *>(data[EGI_LINEAR_NESTED]);
+  q.zeros = data[EGI_LINEAR_ZERO_POINTS];
+  q.group_index = static_cast<const int32_t *>(data[EGI_LINEAR_GROUP_INDEX]);
+  *out_matrix = q;
+  return EG_OK;
+}
+
+extern "C" eg_status egi_cuda_dequantise(eg_context *ctx, const egi_quantised *matrix, void *out, eg_dtype dtype,
+                                         const egi_cuda_stream *stream) {
+  decoding d = {*matrix, {}, out, dtype, stream->fault};
+  int64_t count = matrix->rows * matrix->columns;
+  if (count == 0) return EG_OK;
+  if (matrix->has_levels) memcpy(d.levels, egi_four_bit_levels(matrix->levels), sizeof d.levels);
+  bool is_even = matrix->flat_block > 0 && matrix->flat_block % n_elements == 0 && count % n_elements == 0 &&
+                 reinterpret_cast<uintptr_t>(matrix->codes) % sizeof(uint32_t) == 0;
+  unsigned blocks = block_count((count + n_elements - 1) / n_elements, stream);
+  if (is_even)
+    decode_flat_kernel<<<blocks, n_threads, 0, stream->stream>>>(d);
+  else
+    decode_kernel<<<blocks, n_threads, 0, stream->stream>>>(d);
+  return egi_cuda_launched(ctx, "dequantise");
+}
