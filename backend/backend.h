@@ -90,8 +90,8 @@ typedef struct egi_backend {
   void *(*stream)(egi_device *device, unsigned stream); /* what kernels get as `stream`; NULL: nothing */
   /* Memory of the device set to one byte, in the order of stream 0. NULL on a host. */
   eg_status (*fill)(egi_device *device, void *dst, int byte, size_t size_bytes);
-  /* Copies at most 64 KiB to the host behind what stream 0 has been given, without waiting; `dst` is written at the
-   * latest by collect(), which waits for that copy alone. NULL on a host. */
+  /* Copies at most 64 KiB to the host behind what stream 0 has been given, without waiting; collect(), before 32 more
+   * have been fetched, waits for that copy alone and writes `dst`. Again is nothing. NULL on a host. */
   eg_status (*fetch)(egi_device *device, void *dst, const void *src, size_t size_bytes, uint64_t *out_ticket);
   eg_status (*collect)(egi_device *device, uint64_t ticket);
   /* What the streams are given between begin and end is kept, not done; launch does all of it in the order of stream
@@ -224,8 +224,9 @@ eg_status egi_session_set_input(egi_session *session, uint32_t input, const void
 /* Runs everything; allocates nothing, but for what the device keeps of the course of the second run: from then on it is
  * replayed as a whole. */
 eg_status egi_session_run(egi_session *session);
-/* Starts to copy an output, contiguous and of at most 64 KiB, and does not wait. `bytes` must stay until
- * egi_session_collect() has been given the ticket: then they are there. */
+/* Starts to copy an output, contiguous and of at most 64 KiB, and does not wait. `bytes` are there when
+ * egi_session_collect() has been given the ticket, before EGI_MAX_TICKETS more have been drawn on the device. */
+#define EGI_MAX_TICKETS 32u
 eg_status egi_session_fetch_output(egi_session *session, uint32_t output, void *bytes, size_t size_bytes,
                                    uint64_t *out_ticket);
 eg_status egi_session_collect(egi_session *session, uint64_t ticket);

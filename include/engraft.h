@@ -453,9 +453,11 @@ EG_API eg_status eg_trainer_plan(eg_model *model, eg_dataset *dataset, const eg_
 EG_API void eg_trainer_destroy(eg_trainer *trainer);
 /* Number of steps the options ask for over this dataset. */
 EG_API uint64_t eg_trainer_step_count(const eg_trainer *trainer);
-/* One optimizer step over the next `accumulate` micro-batches; goes round when the data ends. `out_report` may be
- * NULL. EG_ERROR_STOPPED leaves the trainer as it was before the step. A loss or gradient that is not finite is
- * EG_ERROR_DATA and leaves the parameters as they were. */
+/* One optimizer step over the next `accumulate` micro-batches; goes round when the data ends. EG_ERROR_STOPPED leaves
+ * the trainer as it was before the step. A loss or gradient that is not finite is EG_ERROR_DATA and leaves the
+ * parameters as they were. With `out_report` NULL a device is not waited for: what it finds (such a loss or gradient,
+ * bad data, its own failure) is the error of the next step, and only a gradient that is not finite leaves the
+ * parameters as they were. */
 EG_API eg_status eg_trainer_step(eg_trainer *trainer, eg_step_report *out_report);
 /* Mean loss per trained token, document or example over `dataset`, without an update. */
 EG_API eg_status eg_trainer_evaluate(eg_trainer *trainer, eg_dataset *dataset, double *out_loss);

@@ -41,17 +41,22 @@ eg_status egi_batches_plan(const egi_inputs *inputs, const egi_documents *docume
   return EG_OK;
 }
 
-eg_status egi_lane_run(const egi_lanes *lanes, egi_lane *lane, double *out_loss) {
+eg_status egi_lane_start(const egi_lanes *lanes, egi_lane *lane, float *loss, uint64_t *out_ticket) {
   const egi_graph *graph = lanes->inputs.graph;
-  float loss;
   EG_TRY(egi_session_run(lane->session));
-  for (uint32_t i = 0; i < graph->n_outputs; i++) {
-    if (strcmp(graph->values[graph->outputs[i]].name, EGI_OUTPUT_LOSS) != 0) continue;
-    EG_TRY(egi_session_read_output(lane->session, i, &loss, sizeof loss));
-    *out_loss = (double)loss;
-    return EG_OK;
-  }
+  for (uint32_t i = 0; i < graph->n_outputs; i++)
+    if (strcmp(graph->values[graph->outputs[i]].name, EGI_OUTPUT_LOSS) == 0)
+      return egi_session_fetch_output(lane->session, i, loss, sizeof *loss, out_ticket);
   return egi_fail(graph->module->ctx, EG_ERROR_INTERNAL, "the graph has no loss");
+}
+
+eg_status egi_lane_run(const egi_lanes *lanes, egi_lane *lane, double *out_loss) {
+  uint64_t ticket = 0;
+  float loss = 0.0f;
+  EG_TRY(egi_lane_start(lanes, lane, &loss, &ticket));
+  EG_TRY(egi_session_collect(lane->session, ticket));
+  *out_loss = (double)loss;
+  return EG_OK;
 }
 
 typedef struct evaluation {

@@ -28,25 +28,42 @@ eg_status egi_expert_load_prepare(eg_trainer *trainer) {
       return egi_fail(trainer->ctx, EG_ERROR_INTERNAL, "the use of experts has an unknown size");
   load->n_layers = (size_t)sizes[0];
   load->n_experts = (size_t)sizes[2];
-  load->batch = EGI_NEW(&trainer->arena, float, load->n_layers * 2 * load->n_experts);
+  uint32_t accumulate = trainer->options.accumulate;
+  size_t all;
+  if (!egi_size_multiply(load->n_layers * 2 * load->n_experts, accumulate, &all)) return EG_ERROR_MEMORY;
+  load->batches = EGI_NEW(&trainer->arena, float, all);
+  load->tickets = EGI_NEW(&trainer->arena, uint64_t, accumulate);
   load->sums = EGI_NEW(&trainer->arena, double, load->n_layers * 2 * load->n_experts);
-  return load->batch != NULL && load->sums != NULL ? EG_OK : EG_ERROR_MEMORY;
+  return load->batches != NULL && load->tickets != NULL && load->sums != NULL ? EG_OK : EG_ERROR_MEMORY;
 }
 
 void egi_expert_load_begin(eg_trainer *trainer) {
-  egi_expert_load *load = &trainer->load;
-  load->n_tokens = 0;
-  if (load->n_layers > 0) memset(load->sums, 0, load->n_layers * 2 * load->n_experts * sizeof *load->sums);
+  trainer->load.n_tokens = 0;
+  trainer->load.n_batches = 0;
 }
 
 eg_status egi_expert_load_add(eg_trainer *trainer, egi_lane *lane, uint64_t n_tokens) {
   egi_expert_load *load = &trainer->load;
   size_t n = load->n_layers * 2 * load->n_experts;
-  uint32_t output = 0;
+  uint32_t output = 0, batch = load->n_batches;
   if (n == 0 || !find_output(trainer->lanes.inputs.graph, &output)) return EG_OK;
-  EG_TRY(egi_session_read_output(lane->session, output, load->batch, n * sizeof *load->batch));
-  for (size_t i = 0; i < n; i++) load->sums[i] += (double)load->batch[i];
+  if (batch >= EGI_MAX_TICKETS / 4)
+    EG_TRY(egi_session_collect(lane->session, load->tickets[batch - EGI_MAX_TICKETS / 4]));
+  EG_TRY(egi_session_fetch_output(lane->session, output, load->batches + batch * n, n * sizeof *load->batches,
+                                  &load->tickets[batch]));
+  load->n_batches++;
   load->n_tokens += n_tokens;
+  return EG_OK;
+}
+
+eg_status egi_expert_load_settle(const eg_trainer *trainer) {
+  const egi_expert_load *load = &trainer->load;
+  size_t n = load->n_layers * 2 * load->n_experts;
+  for (size_t i = 0; i < n; i++) load->sums[i] = 0.0;
+  for (uint32_t batch = 0; batch < load->n_batches; batch++) {
+    EG_TRY(egi_session_collect(trainer->lanes.lanes[0].session, load->tickets[batch]));
+    for (size_t i = 0; i < n; i++) load->sums[i] += (double)load->batches[batch * n + i];
+  }
   return EG_OK;
 }
 
@@ -76,6 +93,7 @@ eg_status egi_trainer_expert_tokens(const eg_trainer *trainer, size_t layer, uin
   if (layer >= load->n_layers || n_experts != load->n_experts)
     return egi_fail(trainer->ctx, EG_ERROR_ARGUMENT, "there are %zu mixtures of %zu experts", load->n_layers,
                     load->n_experts);
+  EG_TRY(egi_expert_load_settle(trainer));
   for (size_t e = 0; e < n_experts; e++) tokens[e] = (uint64_t)(load->sums[2 * layer * n_experts + e] + 0.5);
   return EG_OK;
 }

@@ -306,10 +306,21 @@ typedef struct egi_file_tensor {
 /* What the training graph counts of its mixtures of experts (count_experts), summed over a step. */
 typedef struct egi_expert_load {
   size_t n_layers, n_experts;
-  float *batch; /* [n_layers, 2, n_experts]: tokens, probabilities */
+  float *batches; /* [accumulate, n_layers, 2, n_experts]: tokens, probabilities */
+  uint64_t *tickets;
+  uint32_t n_batches; /* of the last step so far */
   double *sums;
   uint64_t n_tokens;
 } egi_expert_load;
+
+/* What a step leaves on the device for the host to read: its losses, then its norm. */
+typedef struct egi_late_step {
+  float *losses; /* by micro-batch; 0 where nothing is trained */
+  uint64_t *tickets;
+  float norm;
+  uint64_t norm_ticket;
+  uint64_t number; /* of the step, from 1; 0: all has been read */
+} egi_late_step;
 
 struct eg_trainer {
   eg_context *ctx;
@@ -345,6 +356,8 @@ struct eg_trainer {
   bool has_gradients;
   bool has_dropout; /* each micro-batch draws anew */
   egi_expert_load load;
+  egi_late_step late[2]; /* the step that is being made, and the one before it */
+  unsigned newest;       /* which of them */
   atomic_int is_stop_requested;
 };
 /* Bytes of a trainer by what they are for. */
@@ -366,7 +379,9 @@ eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft);
 /* Without data, memory and plans: the module whose first graph is the training graph that a trainer with these options
  * would run. */
 eg_status egi_training_module(eg_model *model, const eg_trainer_options *options, egi_module **out_module);
-/* Loss of one filled lane: minus the sum of its log-probabilities. */
+/* Loss of one filled lane: minus the sum of its log-probabilities. egi_lane_start() does not wait for it: it is in
+ * `loss` when the lane's session has collected the ticket. */
+eg_status egi_lane_start(const egi_lanes *lanes, egi_lane *lane, float *loss, uint64_t *out_ticket);
 eg_status egi_lane_run(const egi_lanes *lanes, egi_lane *lane, double *out_loss);
 /* Mean loss over documents, by a graph that gives EGI_OUTPUT_LOSS. */
 eg_status egi_evaluate_graph(egi_machine *machine, const egi_graph *graph, const egi_documents *documents,
@@ -415,10 +430,13 @@ uint64_t egi_trainer_step_count(const eg_trainer *trainer);
 eg_status egi_expert_load_prepare(eg_trainer *trainer);
 void egi_expert_load_begin(eg_trainer *trainer);
 eg_status egi_expert_load_add(eg_trainer *trainer, egi_lane *lane, uint64_t n_tokens);
+eg_status egi_expert_load_settle(const eg_trainer *trainer); /* waits for the counts of the last step */
 double egi_expert_load_balance(const eg_trainer *trainer);
 size_t egi_trainer_expert_count(const eg_trainer *trainer, size_t *out_layers);
 eg_status egi_trainer_expert_tokens(const eg_trainer *trainer, size_t layer, uint64_t *tokens, size_t n_experts);
 eg_status egi_trainer_step(eg_trainer *trainer, eg_step_report *out_report);
+/* step.c: room for what steps leave behind. */
+eg_status egi_late_steps_make(eg_trainer *trainer);
 eg_status egi_trainer_evaluate(eg_trainer *trainer, const egi_documents *documents, double *out_loss);
 void egi_trainer_request_stop(eg_trainer *trainer);
 eg_status egi_trainer_save_adapter(const eg_trainer *trainer, const char *directory);

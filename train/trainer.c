@@ -232,6 +232,7 @@ static eg_status make(eg_trainer *trainer, const egi_peft *peft) {
   EG_TRY(check_budget(trainer));
   if (trainer->is_planned_only) return EG_OK;
   EG_TRY(allocate(trainer, peft));
+  EG_TRY(egi_late_steps_make(trainer));
   trainer->n_steps = count_steps(trainer);
   set_state(trainer);
   return EG_OK;

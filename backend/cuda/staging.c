@@ -129,7 +129,7 @@ static eg_status empty_slot(egi_device *device, unsigned slot) {
   memcpy(device->fetched[slot].dst, device->late.memory + slot * device->late.slot_bytes,
          device->fetched[slot].size_bytes);
   device->fetched[slot].dst = NULL;
-  return EG_OK;
+  return tell_fault(device);
 }
 
 eg_status egi_cuda_fetch(egi_device *device, void *dst, const void *src, size_t size_bytes, uint64_t *out_ticket) {
@@ -141,9 +141,10 @@ eg_status egi_cuda_fetch(egi_device *device, void *dst, const void *src, size_t 
     return egi_cuda_download(device, dst, src, size_bytes);
   }
   EGI_CUDA_TRY(device->ctx, cudaSetDevice(device->index));
-  EG_TRY(empty_slot(device, slot));
   uint8_t *staging = device->late.memory + slot * device->late.slot_bytes;
   EGI_CUDA_TRY(device->ctx, cudaMemcpyAsync(staging, src, size_bytes, cudaMemcpyDeviceToHost, stream));
+  EGI_CUDA_TRY(device->ctx, cudaMemcpyAsync(device->seen_fault, device->fault, sizeof *device->fault,
+                                            cudaMemcpyDeviceToHost, stream));
   EGI_CUDA_TRY(device->ctx, cudaEventRecord(device->late.ended[slot], stream));
   device->fetched[slot].dst = dst;
   device->fetched[slot].size_bytes = size_bytes;
@@ -152,7 +153,7 @@ eg_status egi_cuda_fetch(egi_device *device, void *dst, const void *src, size_t 
   return EG_OK;
 }
 
-/* One that was collected to make room is there already. */
+/* What is no longer in its slot has been collected before. */
 eg_status egi_cuda_collect(egi_device *device, uint64_t ticket) {
   unsigned slot = (unsigned)(ticket % EGI_CUDA_LATE_SLOTS);
   EGI_CUDA_TRY(device->ctx, cudaSetDevice(device->index));
