@@ -243,6 +243,7 @@ static void end_document(egi_documents *documents, uint64_t n_tokens, uint32_t s
   if (sequence > 0 && n_tokens > sequence) {
     n_tokens = sequence;
     documents->n_cut++;
+    documents->cut_length = sequence;
   }
   egi_documents_end_document(documents, n_tokens);
 }

@@ -64,6 +64,7 @@ static eg_status copy_document(eg_context *ctx, const token_file *t, size_t inde
   if (sequence > 0 && n > sequence) {
     n = sequence;
     documents->n_cut++;
+    documents->cut_length = sequence;
   }
   for (uint64_t i = 0; i < n; i++) {
     int32_t token;

@@ -133,7 +133,8 @@ typedef struct egi_documents {
   bool *is_first;                 /* [n_documents]: begins an example; NULL: each does */
   size_t n_documents, n_labelled; /* n_labelled: with labels of their own, not derived from tokens */
   uint64_t n_tokens, n_targets;   /* n_targets: labels but those of first tokens */
-  size_t n_cut;                   /* documents shortened to `sequence` */
+  size_t n_cut;                   /* documents shortened to `cut_length` tokens while they were read */
+  uint32_t cut_length;
 } egi_documents;
 eg_status egi_documents_read_jsonl(eg_context *ctx, const char *path, uint32_t sequence, egi_documents **out_documents);
 /* tokens i32 [N], document_offsets i64 [D + 1], loss_mask u8 [N] (optional; 1 = this token is a target). */

@@ -153,6 +153,7 @@ static eg_status open_outputs(training *run) {
 static eg_status train(training *run) {
   EG_TRY(create(run));
   EG_TRY(open_outputs(run));
+  EG_TRY(training_print_counts(run));
   atomic_store(&run->watched, run->trainer);
   eg_status status = EG_OK;
   while (status == EG_OK && run->n_done < run->n_steps && !run->is_finished) status = step(run);

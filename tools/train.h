@@ -28,6 +28,8 @@ typedef struct training {
 
 /* train_options.c */
 eg_status training_options(tool *t, eg_trainer_options *options);
+/* train_counts.c: one line before the first step. */
+eg_status training_print_counts(training *run);
 /* train_save.c */
 eg_status training_save(training *run, const char *directory);
 eg_status training_dump_gradients(training *run);

@@ -171,12 +171,12 @@ eg_status egi_adapters_choose(const egi_graph *graph, const eg_trainer_options *
   }
   if (adapters.count == 0 && n > 0 && selected.targets.names != NULL && selected.targets.names[0] != '\0')
     return egi_fail(arena->ctx, EG_ERROR_ARGUMENT, "every linear layer that is named is excluded or saved whole");
-  EG_TRY(check_patterns(&adapters, config->ranks, config->n_ranks, arena->ctx));
-  EG_TRY(check_patterns(&adapters, config->alphas, config->n_alphas, arena->ctx));
   EG_TRY(egi_check_folded_positions(graph, &taken, arena));
   EG_TRY(spell_targets(linears, n, &taken, arena, &adapters));
   size_t n_linear = adapters.count;
   EG_TRY(egi_adapters_choose_experts(graph, options->target_parameters, arena, &adapters));
+  EG_TRY(check_patterns(&adapters, config->ranks, config->n_ranks, arena->ctx));
+  EG_TRY(check_patterns(&adapters, config->alphas, config->n_alphas, arena->ctx));
   if (adapters.count > n_linear && options->dropout > 0.0) /* as PEFT */
     return egi_fail(arena->ctx, EG_ERROR_UNSUPPORTED,
                     "adapters on experts have no dropout: they change a weight, not what it is given");

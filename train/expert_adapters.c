@@ -1,4 +1,5 @@
-/* Adapters on experts: PEFT's target_parameters (peft/tuners/lora/layer.py, ParamWrapper). */
+/* Adapters on experts: PEFT's target_parameters (peft/tuners/lora/layer.py, ParamWrapper), whose ranks and alphas go by
+ * the parameter's name (peft/tuners/tuners_utils.py, _inject_parameters). */
 #include "train/train.h"
 
 #include <string.h>
@@ -14,8 +15,8 @@ void egi_experts_select(const egi_expert_parameter *experts, size_t n, const egi
     if (!is_in(config, &experts[i])) continue;
     out_of[*out_count] = &experts[i];
     targets[(*out_count)++] = (egi_adapter_target){.path = experts[i].name,
-                                                   .rank = egi_peft_rank(config, experts[i].module),
-                                                   .scale = egi_peft_scale(config, experts[i].module)};
+                                                   .rank = egi_peft_rank(config, experts[i].name),
+                                                   .scale = egi_peft_scale(config, experts[i].name)};
   }
 }
 

@@ -108,15 +108,21 @@ static eg_status cut_stand_in(eg_trainer *trainer) {
 
 /* ---- batches and plans ---- */
 
-static eg_status report_cut(const eg_trainer *trainer) {
+static void warn_cut(const eg_trainer *trainer, size_t n_cut, uint32_t length) {
   const egi_documents *documents = trainer->dataset->documents;
-  size_t n_cut = documents->n_cut;
-  for (size_t i = 0; i < documents->n_documents; i++)
-    n_cut += documents->offsets[i + 1] - documents->offsets[i] > trainer->limits.longest;
   if (n_cut > 0)
     egi_log(trainer->ctx, EG_LOG_WARNING, "%s: %zu of %zu documents are longer than %u tokens and were cut",
-            documents->path, n_cut, documents->n_documents, trainer->limits.longest);
-  return EG_OK;
+            documents->path, n_cut, documents->n_documents, length);
+}
+
+/* Documents are cut when they are read, and to what a micro-batch holds. */
+static void report_cut(const eg_trainer *trainer) {
+  const egi_documents *documents = trainer->dataset->documents;
+  size_t n_cut = 0;
+  for (size_t i = 0; i < documents->n_documents; i++)
+    n_cut += documents->offsets[i + 1] - documents->offsets[i] > trainer->limits.longest;
+  warn_cut(trainer, documents->n_cut, documents->cut_length);
+  warn_cut(trainer, n_cut, trainer->limits.longest);
 }
 
 /* The optimizer's plan, and what buffer_checkpoints makes of the training graph for these shapes. */
@@ -152,7 +158,8 @@ static eg_status plan_batches(eg_trainer *trainer) {
   EG_TRY(egi_lanes_plan(&trainer->lanes, trainer->machine.graph, trainer->machine.backend, batches.buckets,
                         batches.n_buckets, &trainer->arena));
   trainer->lanes.pooling = trainer->objective.pooling;
-  return report_cut(trainer);
+  report_cut(trainer);
+  return EG_OK;
 }
 
 static eg_status check_budget(const eg_trainer *trainer) {

@@ -258,8 +258,34 @@ static void test_refusals(void **state) {
   eg_model_destroy(model);
 }
 
+/* By the parameter's name, as PEFT's. */
+static void test_patterns(void **state) {
+  api_fixture *fixture = *state;
+  eg_trainer_options options = expert_options("none", BOTH);
+  unsigned n_small = 0;
+  options.rank_pattern = "experts.down_proj=2";
+  eg_trainer *trainer = make(fixture->ctx, files[3], &options);
+  size_t n_mixtures = 0, n_experts = eg_trainer_expert_count(trainer, &n_mixtures);
+  for (size_t i = 0; i < eg_trainer_parameter_count(trainer); i++) {
+    eg_parameter_info info;
+    api_must(fixture->ctx, eg_trainer_parameter_info(trainer, i, &info));
+    if (strstr(info.name, ".lora_A.") != NULL) n_small += info.dims[0] == 2 * (int64_t)n_experts;
+  }
+  assert_int_equal(n_small, n_mixtures);
+  eg_trainer_destroy(trainer);
+  eg_model *model = load(fixture->ctx, files[3]);
+  eg_dataset *dataset = api_dataset(fixture->ctx, 5, 20);
+  options.rank_pattern = "experts=2"; /* the module's name is none of a parameter */
+  assert_int_equal(eg_trainer_create(model, dataset, &options, &trainer), EG_ERROR_ARGUMENT);
+  api_expect_error(fixture->ctx, "no adapter is named \"experts\"");
+  eg_dataset_destroy(dataset);
+  eg_model_destroy(model);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
+      cmocka_unit_test_setup_teardown(test_patterns, api_setup, api_teardown),
+
       cmocka_unit_test_setup_teardown(test_names_and_shapes, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_one_parameter, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_forms_agree, api_setup, api_teardown),

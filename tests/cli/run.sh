@@ -212,9 +212,20 @@ yes 'some text to learn from' | head -c 2000 >run.txt
 cmp -s whole8/checkpoint-4/trainer.safetensors part8/checkpoint-4/trainer.safetensors || fail "8 bits: resumed run differs"
 holds whole8/checkpoint-4/trainer.safetensors 'state1\.model\.embed_tokens'
 
-printf '{"rank": 2, "targets": ["q_proj", "v_proj"], "full": false, "lr": 0.001, "steps": 1, "init": null}' >settings.json
+printf '{"rank": 2, "targets": ["q_proj", "v_proj"], "full": false, "lr": 0.001, "steps": 1, "init": null, "pack": null}' >settings.json
 good train model.onnx --data data.jsonl --out configured --config settings.json --rank 3
+holds out '^trains 2 adapters: 1 q_proj, 1 v_proj; [0-9]* numbers$'
 holds configured/adapter_config.json '"r": 3,'
+good train model.onnx --data data.jsonl --out whole_head --modules-to-save lm_head --targets o_proj --steps 1
+holds out '^trains 1 adapters: 1 o_proj; 1 modules whole: 1 lm_head; [0-9]* numbers$'
+good eval model.onnx --data data.jsonl --adapter whole_head
+good train model.onnx --data data.jsonl --out from_matrices --init pissa --rank 2 --steps 1
+holds from_matrices/adapter_config.json '"r": 4,'
+good eval model.onnx --data data.jsonl --adapter from_matrices
+bad 1 'takes no target_parameters' train model.onnx --data data.jsonl --out other --full --target-parameters mlp.experts
+"$engraft" train model.onnx --data data.jsonl --out cut --sequence 5 --steps 1 >out 2>err || fail "--sequence: $(cat err)"
+holds err '1 of 2 documents are longer than 5 tokens and were cut'
+bad 1 '--modules-to-save conflicts' train model.onnx --data data.jsonl --out again --init-adapter run --modules-to-save lm_head
 bad 1 '--rank conflicts' train model.onnx --data data.jsonl --out again --init-adapter run --rank 5
 bad 1 '--targets conflicts' train model.onnx --data data.jsonl --out again --init-adapter run --targets q_proj
 mkdir spoiled
