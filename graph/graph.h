@@ -514,6 +514,8 @@ eg_status egi_findings_end(egi_findings *findings);
  * turns Constant nodes into weights, sets `scope` from name_scopes metadata or the node's path. Neither inlines nor
  * infers: then come inline_functions, egi_graph_check_operators() and egi_infer_graph(). */
 eg_status egi_module_import(eg_context *ctx, struct egi_onnx *file, egi_module **out_module);
+/* Path of the file that it was imported from; NULL: there is none. */
+const char *egi_module_path(const egi_module *module);
 /* The file that the module was imported from, imported again, as egi_module_import() leaves it. */
 eg_status egi_module_import_again(const egi_module *module, egi_module **out_module);
 /* Module path in a node name such as "/model/layers.0/self_attn/q_proj/MatMul" ("model.layers.0.self_attn.q_proj"), or

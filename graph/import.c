@@ -176,6 +176,10 @@ eg_status egi_module_import(eg_context *ctx, egi_onnx *file, egi_module **out_mo
   return status;
 }
 
+const char *egi_module_path(const egi_module *module) {
+  return module->file != NULL ? egi_onnx_path(module->file) : NULL;
+}
+
 eg_status egi_module_import_again(const egi_module *module, egi_module **out_module) {
   egi_onnx_retain(module->file);
   EG_TRY(egi_module_import(module->ctx, module->file, out_module));

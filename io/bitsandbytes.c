@@ -72,9 +72,10 @@ static eg_status read_state(egi_arena *arena, const char *what, const egi_safete
   egi_json json = {arena->ctx, what, NULL};
   json_t *root = NULL;
   *state = (egi_bnb_state){.type = 0};
-  if (text->dtype != EG_DTYPE_U8)
-    return egi_fail(arena->ctx, EG_ERROR_FORMAT, "%s: \"%s\" is no text", what, text->name);
-  EG_TRY(egi_json_parse(arena->ctx, what, (const char *)text->data, (size_t)text->size_bytes, &root));
+  json.what = egi_arena_format(arena, "%s: \"%s\"", what, text->name);
+  if (json.what == NULL) return EG_ERROR_MEMORY;
+  if (text->dtype != EG_DTYPE_U8) return egi_fail(arena->ctx, EG_ERROR_FORMAT, "%s is no text", json.what);
+  EG_TRY(egi_json_parse(arena->ctx, json.what, (const char *)text->data, (size_t)text->size_bytes, &root));
   json.object = root;
   eg_status status = read_fields(&json, arena, state);
   json_decref(root);

@@ -2,6 +2,7 @@
 #include "train/train.h"
 
 #include <string.h>
+#include <sys/stat.h>
 
 eg_status egi_lora_read(const egi_export *export_, size_t index, double factor, egi_arena *arena, egi_lora *out_lora) {
   const egi_adapter_target *target = &export_->adapters.targets[index];
@@ -46,6 +47,15 @@ eg_status egi_export_path(egi_export *export_, const char *path, const char *suf
   if (egi_has_suffix(path, suffix)) return EG_OK;
   *out_path = egi_path_join(&export_->arena, path, name);
   return *out_path != NULL ? egi_make_directory(export_->ctx, path) : EG_ERROR_MEMORY;
+}
+
+eg_status egi_export_check(const egi_export *export_, const char *path) {
+  const char *model = egi_module_path(export_->model->module);
+  struct stat own, wanted;
+  if (model == NULL || stat(model, &own) != 0 || stat(path, &wanted) != 0) return EG_OK;
+  if (own.st_dev != wanted.st_dev || own.st_ino != wanted.st_ino) return EG_OK;
+  return egi_fail(export_->ctx, EG_ERROR_ARGUMENT, "%s is the model itself, which stays as it is: name another file",
+                  path);
 }
 
 /* ---- PEFT ---- */

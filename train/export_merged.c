@@ -288,6 +288,7 @@ eg_status egi_export_merged(egi_export *export_, const char *path) {
   egi_merge merge = {.export_ = export_, .dtype = export_->options->dtype};
   if (merge.dtype == EG_DTYPE_UNDEFINED) merge.dtype = EG_DTYPE_F32;
   EG_TRY(egi_export_path(export_, path, ".onnx", "model.onnx", &path));
+  EG_TRY(egi_export_check(export_, path));
   eg_status status = write_merged(&merge, path);
   egi_merge_close(&merge);
   return status;

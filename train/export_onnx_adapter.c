@@ -333,6 +333,7 @@ static eg_status write_files(grafter *g, const char *path) {
   else
     base = egi_path_join(&export_->arena, path, "model.onnx");
   if (base == NULL) return EG_ERROR_MEMORY;
+  EG_TRY(egi_export_check(export_, base));
   if (g->target.module == g->merge.module) EG_TRY(egi_graph_call_bodies(g->target.graph, true, &count));
   EG_TRY(egi_module_export(g->target.module, g->target.graph, base));
   return egi_onnx_adapter_write(export_->ctx, adapter, g->tensors, g->n_tensors);

@@ -498,6 +498,8 @@ eg_status egi_convert_floats(egi_arena *arena, const float *values, uint64_t cou
 /* PATH itself where it ends in `suffix`, else PATH/NAME, and that folder is made. */
 eg_status egi_export_path(egi_export *export_, const char *path, const char *suffix, const char *name,
                           const char **out_path);
+/* EG_ERROR_ARGUMENT where the path is that of the model's own file. */
+eg_status egi_export_check(const egi_export *export_, const char *path);
 /* Checks the adapter against the model and writes it in the form that the options say. */
 eg_status egi_export_adapter(const eg_model *model, const char *adapter, const eg_export_options *options,
                              const char *path);

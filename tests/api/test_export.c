@@ -363,6 +363,13 @@ static void test_refused(void **state) {
   assert_int_equal(eg_model_export_adapter(other, t.adapter, &options, path), EG_ERROR_DATA);
   api_expect_error(fixture->ctx, "q_proj");
   assert_int_equal(eg_model_export_adapter(t.model, "nowhere", &options, path), EG_ERROR_IO);
+  for (int i = 0; i < 2; i++) { /* the model's own file stays, also where the base of an adapter would be written */
+    options.format = i == 0 ? EG_EXPORT_MERGED : EG_EXPORT_ONNX_ADAPTER;
+    snprintf(path, sizeof path, "%s%s", fixture->model_path, i == 0 ? "" : "_adapter");
+    assert_int_equal(eg_model_export_adapter(t.model, t.adapter, &options, path), EG_ERROR_ARGUMENT);
+    api_expect_error(fixture->ctx, "is the model itself");
+  }
+  options.format = EG_EXPORT_MERGED;
   options.is_portable = 1;
   assert_int_equal(eg_model_export_adapter(t.model, t.adapter, &options, path), EG_ERROR_ARGUMENT);
   options.is_portable = 0;
