@@ -18,7 +18,8 @@ static eg_status weight_data(egi_planner *planner, uint32_t index, egi_arena *ar
     return EG_OK;
   }
   EG_TRY(egi_weight_bytes(planner->ctx, weight, &size_bytes));
-  if (size_bytes > SMALL_BYTES || weight->bytes.kind == EGI_BYTES_QUANTISED) return EG_OK; /* made at load, not here */
+  bool is_made = weight->bytes.kind == EGI_BYTES_QUANTISED || weight->bytes.kind == EGI_BYTES_NORMAL;
+  if (size_bytes > SMALL_BYTES || is_made) return EG_OK; /* made at load, not here */
   void *copy = egi_arena_get(arena, (size_t)size_bytes + 1, 1);
   if (copy == NULL) return EG_ERROR_MEMORY;
   EG_TRY(egi_weight_write(planner->ctx, weight, copy));

@@ -208,6 +208,7 @@ static eg_status choose_rung(search *s, uint32_t *out_rung, bool *out_is_done) {
     uint32_t below = is_first ? 0 : stages.end[stage - 1];
     bool is_taken = is_first || stages.end[stage] > below;
     if (stage == EGI_CHECKPOINT_MOVED && is_taken) EG_TRY(is_moving_better(s, &stages, &is_taken));
+    if (stage == EGI_CHECKPOINT_OFFLOAD && !is_first) is_taken = is_taken && s->host_budget > 0; /* nowhere to go */
     if (!is_taken) continue;
     EG_TRY(search_stage(s, below, stages.end[stage], is_first, out_rung, out_is_done));
   }

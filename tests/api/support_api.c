@@ -32,6 +32,8 @@ static void test_release(void *userdata, void *memory, size_t size_bytes) {
 
 static void keep_warning(void *userdata, eg_log_level level, const char *message) {
   api_fixture *fixture = userdata;
+  if (level == EG_LOG_DEBUG && strncmp(message, "checkpoints: rung", strlen("checkpoints: rung")) == 0)
+    fixture->n_rungs++;
   if (level == EG_LOG_WARNING) snprintf(fixture->warning, sizeof fixture->warning, "%s", message);
 }
 

@@ -17,6 +17,7 @@ typedef struct api_fixture {
   char directory[128];
   char model_path[192];
   char warning[512];               /* the last one */
+  size_t n_rungs;                  /* plans tried for a memory budget */
   size_t n_live;                   /* allocations not released */
   uint64_t n_allocations, fail_at; /* the allocation with this number (from 1) fails, 0: none */
 } api_fixture;
