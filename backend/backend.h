@@ -100,6 +100,10 @@ typedef struct egi_backend {
   eg_status (*end_capture)(egi_device *device, void **out_captured);
   eg_status (*launch)(egi_device *device, void *captured);
   void (*discard)(egi_device *device, void *captured);
+  /* Notes the time at which stream 0 gets here; elapsed() waits for the second and gives the seconds from the first to
+   * it. NULL on a host. */
+  eg_status (*mark)(egi_device *device, unsigned mark);
+  eg_status (*elapsed)(egi_device *device, unsigned first, unsigned second, double *out_seconds);
   /* The device `index` of the machine; EG_ERROR_ARGUMENT when there are fewer. */
   eg_status (*describe)(eg_context *ctx, uint32_t index, egi_device_facts *out_facts);
 } egi_backend;
@@ -230,6 +234,13 @@ eg_status egi_session_run(egi_session *session);
 eg_status egi_session_fetch_output(egi_session *session, uint32_t output, void *bytes, size_t size_bytes,
                                    uint64_t *out_ticket);
 eg_status egi_session_collect(egi_session *session, uint64_t ticket);
+/* What the operators of a plan took in one run, in which each kernel stands alone: nothing is captured. By operator as
+ * egi_plan_get_costs() lists them; kernels that are shorter than their launch are overrated. */
+typedef struct egi_profile {
+  double seconds[EGI_OP_COUNT + 1]; /* by egi_op; the last: copies that the planner made */
+  uint32_t counts[EGI_OP_COUNT + 1];
+} egi_profile;
+eg_status egi_session_profile(egi_session *session, egi_profile *out_profile);
 /* Shape and type of an output; data is device memory, valid until another session of the scratch runs. */
 eg_status egi_session_output(const egi_session *session, uint32_t output, egi_tensor *out_tensor);
 /* Copies an output to host memory, contiguous. */

@@ -210,6 +210,13 @@ typedef struct egi_binding_list {
 eg_status egi_bind_value(const egi_graph *graph, egi_value_id value, const egi_tensor *tensor, egi_arena *arena,
                          egi_binding_list *list);
 
+/* session.c, for profile.c: addresses; one step of the kind RUN. */
+struct egi_session;
+eg_status egi_session_bind(struct egi_session *session);
+eg_status egi_session_run_step(struct egi_session *session, const egi_step *step);
+const egi_plan *egi_session_plan(const struct egi_session *session);
+egi_device *egi_session_device(const struct egi_session *session);
+
 /* store.c */
 /* Whether the weight's bytes serve as they lie in the module. */
 bool egi_weight_is_in_place(const egi_backend *backend, const egi_weight *weight);

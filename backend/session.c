@@ -147,7 +147,7 @@ static void discard(egi_session *session) {
   session->captured = NULL;
 }
 
-static eg_status bind(egi_session *session) {
+eg_status egi_session_bind(egi_session *session) {
   const egi_scratch *scratch = session->scratch;
   bool is_moved =
       session->bound_transient != scratch->transient.memory || session->bound_pinned != scratch->pinned.memory;
@@ -170,7 +170,7 @@ static eg_status fail_step(const egi_session *session, const egi_step *step, eg_
   return egi_fail_node(session->plan->graph, step->node, status, "%s", message);
 }
 
-static eg_status run_kernel(egi_session *session, const egi_step *step) {
+eg_status egi_session_run_step(egi_session *session, const egi_step *step) {
   uint8_t *workspace = NULL;
   if (step->workspace != 0) EG_TRY(storage_address(session, step->workspace, &workspace));
   const egi_kernel_call call = {
@@ -199,7 +199,7 @@ static eg_status run_list(egi_session *session, const egi_step_list *list) {
         EG_TRY(session->backend->wait(session->device, step->stream, step->event));
         break;
       case EGI_STEP_RUN:
-        EG_TRY(run_kernel(session, step));
+        EG_TRY(egi_session_run_step(session, step));
         break;
       default:
         break;
@@ -226,7 +226,7 @@ static eg_status capture(egi_session *session) {
 /* The first run loads kernels, which a capture must not; a list of segments is one captured piece as long as all
  * kernels of a backend that captures may be. */
 eg_status egi_session_run(egi_session *session) {
-  EG_TRY(bind(session));
+  EG_TRY(egi_session_bind(session));
   bool can_capture = session->backend->begin_capture != NULL && session->has_run && !session->is_eager;
   if (can_capture && session->captured == NULL) EG_TRY(capture(session));
   session->has_run = true;
@@ -277,7 +277,7 @@ static eg_status make(egi_session *session) {
   egi_scratch *scratch = session->scratch;
   EG_TRY(scratch_grow(scratch, EGI_PURPOSE_STEP, plan->bytes.transient, &scratch->transient));
   EG_TRY(scratch_grow(scratch, EGI_PURPOSE_PINNED, plan->bytes.pinned, &scratch->pinned));
-  EG_TRY(bind(session));
+  EG_TRY(egi_session_bind(session));
   EG_TRY(run_list(session, &plan->setup));
   return session->backend->synchronize(session->device);
 }
@@ -317,6 +317,14 @@ void egi_session_destroy(egi_session *session) {
   egi_scratch_destroy(session->own_scratch);
   egi_arena_clear(&session->arena);
   egi_release(ctx, EGI_PURPOSE_GRAPH, session, sizeof(*session));
+}
+
+const egi_plan *egi_session_plan(const egi_session *session) {
+  return session->plan;
+}
+
+egi_device *egi_session_device(const egi_session *session) {
+  return session->device;
 }
 
 /* ---- inputs and outputs --------------------------------------------------------------------------------------- */

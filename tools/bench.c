@@ -1,7 +1,9 @@
-/* engraft bench: the time of a forward pass and of a training step on one row of --tokens random tokens, and the memory
- * they take. Medians after a warm-up; the step is the whole of it, optimizer included. */
+/* engraft bench: the time of a training step on rows of --tokens random tokens, documents of --sequence, and the memory
+ * it takes; on the CPU of a forward pass too, on a device where the time goes, beside what the device can do. Medians
+ * after a warm-up; the step is the whole of it, optimizer included. */
 #include "tools/train.h"
 
+#include <string.h>
 #include <sys/resource.h>
 
 enum { N_WARM = 3 };
@@ -53,30 +55,12 @@ static eg_status measure_steps(tool *t, eg_trainer *trainer, double *seconds, me
   return EG_OK;
 }
 
+/* ---- results ---------------------------------------------------------------------------------------------------- */
+
 /* Peak resident memory of the process so far, mapped weights included. */
 static uint64_t peak_bytes(void) {
   struct rusage usage;
   return getrusage(RUSAGE_SELF, &usage) == 0 ? (uint64_t)usage.ru_maxrss * 1024 : 0;
-}
-
-static void print_json(const tool *t, const measurement *forward, const measurement *step) {
-  double tokens = (double)t->values[OPTION_TOKENS].count;
-  printf("{\"tokens\":%.0f,\"threads\":%zu,\"forward_s\":%.6f,\"forward_min_s\":%.6f,\"forward_max_s\":%.6f,"
-         "\"step_s\":%.6f,\"step_min_s\":%.6f,\"step_max_s\":%.6f,\"runs\":%llu,\"step_over_forward\":%.3f,"
-         "\"tokens_per_s\":%.1f,\"peak_bytes\":%llu}\n",
-         tokens, egi_pool_size(egi_context_pool(t->ctx)), forward->median, forward->minimum, forward->maximum,
-         step->median, step->minimum, step->maximum, (unsigned long long)step->count, step->median / forward->median,
-         tokens / step->median, (unsigned long long)peak_bytes());
-}
-
-static void print_text(const tool *t, const measurement *forward, const measurement *step) {
-  double tokens = (double)t->values[OPTION_TOKENS].count;
-  printf("forward  %.2f ms (%.2f to %.2f), %.0f tokens/s\n", 1e3 * forward->median, 1e3 * forward->minimum,
-         1e3 * forward->maximum, tokens / forward->median);
-  printf("step     %.2f ms (%.2f to %.2f), %.0f tokens/s, %.2f forwards\n", 1e3 * step->median, 1e3 * step->minimum,
-         1e3 * step->maximum, tokens / step->median, step->median / forward->median);
-  printf("%llu runs each after %d, %zu threads, peak memory %.1f MiB\n", (unsigned long long)step->count, (int)N_WARM,
-         egi_pool_size(egi_context_pool(t->ctx)), (double)peak_bytes() / 1048576.0);
 }
 
 typedef struct bench {
@@ -87,47 +71,152 @@ typedef struct bench {
   int64_t *ids;    /* [tokens] */
   int32_t *labels; /* the same */
   double *seconds; /* [steps] */
+  measurement forward, step;
+  uint64_t device_bytes; /* in use, as the driver says, with everything allocated; 0: the host */
+  egi_ceilings ceilings;
+  egi_step_profile profile;
 } bench;
 
-static eg_status make_row(tool *t, bench *b) {
-  size_t n_tokens = (size_t)t->values[OPTION_TOKENS].count;
-  int64_t vocabulary = egi_runner_vocabulary(b->runner);
+static void print_number(const char *name, double value) {
+  printf(",\"%s\":%.9g", name, value);
+}
+
+static void print_measurement(const char *name, const measurement *m) {
+  printf(",\"%s_s\":%.6f,\"%s_min_s\":%.6f,\"%s_max_s\":%.6f", name, m->median, name, m->minimum, name, m->maximum);
+}
+
+/* Operators by what they took; `floor_s` is the longer of their products and of their bytes at the ceilings. */
+static void print_operators(const bench *b) {
+  const char *separator = "";
+  printf(",\"operators\":[");
+  for (size_t i = 0; i < EGI_PROFILED; i++) {
+    const egi_plan_costs *costs = &b->profile.costs[i];
+    for (uint32_t r = 0; r < costs->n_rows; r++) {
+      const egi_plan_cost_row *row = &costs->rows[r];
+      double bytes = row->cost.read_bytes + row->cost.written_bytes;
+      double by_flops = row->cost.flops / b->ceilings.flops_per_s, by_bytes = bytes / b->ceilings.bytes_per_s;
+      uint32_t op = 0;
+      while (op < EGI_OP_COUNT && (op <= EGI_OP_UNKNOWN || strcmp(egi_op_get((egi_op)op)->name, row->op) != 0 ||
+                                   b->profile.measured[i].counts[op] == 0))
+        op++;
+      printf("%s{\"op\":\"%s\",\"count\":%u,\"seconds\":%.6g,\"floor_s\":%.6g,\"flops\":%.6g,\"bytes\":%.6g}",
+             separator, row->op, row->count, b->profile.measured[i].seconds[op],
+             by_flops > by_bytes ? by_flops : by_bytes, row->cost.flops, bytes);
+      separator = ",";
+    }
+  }
+  printf("]");
+}
+
+static void print_json(const tool *t, const bench *b) {
+  double tokens = (double)t->values[OPTION_TOKENS].count;
+  printf("{\"tokens\":%.0f,\"threads\":%zu", tokens, egi_pool_size(egi_context_pool(t->ctx)));
+  if (b->runner != NULL) {
+    print_measurement("forward", &b->forward);
+    print_number("step_over_forward", b->step.median / b->forward.median);
+  }
+  print_measurement("step", &b->step);
+  printf(",\"runs\":%llu,\"tokens_per_s\":%.1f,\"peak_bytes\":%llu", (unsigned long long)b->step.count,
+         tokens / b->step.median, (unsigned long long)peak_bytes());
+  if (b->device_bytes > 0) {
+    double flops = b->profile.costs[0].total.flops + b->profile.costs[1].total.flops;
+    printf(",\"device_bytes\":%llu", (unsigned long long)b->device_bytes);
+    print_number("flops_per_s", flops / b->step.median);
+    print_number("ceiling_flops_per_s", b->ceilings.flops_per_s);
+    print_number("ceiling_bytes_per_s", b->ceilings.bytes_per_s);
+    print_number("profiled_s", b->profile.seconds);
+    print_operators(b);
+  }
+  printf("}\n");
+}
+
+static void print_text(const tool *t, const bench *b) {
+  double tokens = (double)t->values[OPTION_TOKENS].count;
+  const measurement *forward = &b->forward, *step = &b->step;
+  if (b->runner != NULL)
+    printf("forward  %.2f ms (%.2f to %.2f), %.0f tokens/s\n", 1e3 * forward->median, 1e3 * forward->minimum,
+           1e3 * forward->maximum, tokens / forward->median);
+  printf("step     %.2f ms (%.2f to %.2f), %.0f tokens/s", 1e3 * step->median, 1e3 * step->minimum, 1e3 * step->maximum,
+         tokens / step->median);
+  if (b->runner != NULL) printf(", %.2f forwards", step->median / forward->median);
+  printf("\n%llu runs each after %d, %zu threads, peak memory %.1f MiB", (unsigned long long)step->count, (int)N_WARM,
+         egi_pool_size(egi_context_pool(t->ctx)), (double)peak_bytes() / 1048576.0);
+  if (b->device_bytes > 0) printf(", on the device %.1f MiB", (double)b->device_bytes / 1048576.0);
+  printf("\n");
+}
+
+/* ---- measuring -------------------------------------------------------------------------------------------------- */
+
+/* Documents of --sequence tokens that fill a row. */
+static eg_status make_rows(tool *t, bench *b) {
+  size_t n_tokens = (size_t)t->values[OPTION_TOKENS].count, length = (size_t)t->values[OPTION_SEQUENCE].count;
+  int64_t vocabulary = egi_logits_count(b->model->module->graphs[0]);
   if (vocabulary < 1) return egi_fail(t->ctx, EG_ERROR_UNSUPPORTED, "the size of the vocabulary is not known");
+  if (length == 0 || length > n_tokens) length = n_tokens;
+  size_t n_documents = n_tokens / length;
   b->ids = EGI_NEW(&t->arena, int64_t, n_tokens);
   b->labels = EGI_NEW(&t->arena, int32_t, n_tokens);
   b->seconds = EGI_NEW(&t->arena, double, (size_t)t->values[OPTION_STEPS].count);
-  if (b->ids == NULL || b->labels == NULL || b->seconds == NULL) return EG_ERROR_MEMORY;
+  eg_document *rows = EGI_NEW(&t->arena, eg_document, n_documents);
+  if (b->ids == NULL || b->labels == NULL || b->seconds == NULL || rows == NULL) return EG_ERROR_MEMORY;
   for (size_t i = 0; i < n_tokens; i++) {
     b->ids[i] = (int64_t)(egi_random_uniform(t->values[OPTION_SEED].count, 0, i) * (double)vocabulary);
     b->labels[i] = (int32_t)b->ids[i];
   }
-  const eg_document row = {.input_ids = b->labels, .labels = NULL, .n_tokens = (uint32_t)n_tokens};
-  return eg_dataset_create(t->ctx, &row, 1, &b->dataset);
+  for (size_t i = 0; i < n_documents; i++)
+    rows[i] = (eg_document){.input_ids = b->labels + i * length, .labels = NULL, .n_tokens = (uint32_t)length};
+  return eg_dataset_create(t->ctx, rows, n_documents, &b->dataset);
+}
+
+static eg_status measure_runner(tool *t, bench *b) {
+  eg_runner_options options = EG_RUNNER_OPTIONS_INIT;
+  tool_quant quant = tool_quantisation(t);
+  options.no_fuse = tool_is_given(t, OPTION_NO_FUSE);
+  options.device = tool_text(t, OPTION_DEVICE);
+  options.dtype = tool_dtype(t, OPTION_DTYPE);
+  options.quant = quant.type;
+  options.quant_block = quant.block;
+  options.double_quant = quant.is_nested;
+  options.quant_head = quant.has_head;
+  EG_TRY(eg_runner_create(b->model, &options, &b->runner));
+  return measure_forward(t, b->runner, b->ids, b->seconds, &b->forward);
+}
+
+static eg_status used_memory(eg_context *ctx, const egi_backend *backend, uint64_t *out_bytes) {
+  egi_device_facts facts;
+  EG_TRY(backend->describe(ctx, 0, &facts));
+  *out_bytes = facts.memory_bytes - facts.free_bytes;
+  return EG_OK;
+}
+
+/* What was in use before belongs to others. */
+static eg_status measure_trainer(tool *t, bench *b) {
+  eg_trainer_options options = EG_TRAINER_OPTIONS_INIT;
+  const egi_backend *backend;
+  uint64_t before = 0;
+  EG_TRY(egi_backend_find(t->ctx, tool_text(t, OPTION_DEVICE), &backend));
+  EG_TRY(training_options(t, &options));
+  if (!backend->is_host) EG_TRY(used_memory(t->ctx, backend, &before));
+  EG_TRY(eg_trainer_create(b->model, b->dataset, &options, &b->trainer));
+  EG_TRY(measure_steps(t, b->trainer, b->seconds, &b->step));
+  if (backend->is_host) return EG_OK;
+  EG_TRY(used_memory(t->ctx, backend, &b->device_bytes));
+  b->device_bytes -= before;
+  EG_TRY(egi_trainer_profile(b->trainer, &t->arena, &b->profile));
+  eg_trainer_destroy(b->trainer);
+  b->trainer = NULL;
+  return egi_measure_ceilings(t->ctx, backend, &b->ceilings);
 }
 
 static eg_status run(tool *t, bench *b) {
-  eg_runner_options runner_options = EG_RUNNER_OPTIONS_INIT;
-  eg_trainer_options trainer_options = EG_TRAINER_OPTIONS_INIT;
-  measurement forward, step;
   EG_TRY(tool_load_model(t, &b->model));
-  runner_options.no_fuse = tool_is_given(t, OPTION_NO_FUSE);
-  runner_options.device = tool_text(t, OPTION_DEVICE);
-  runner_options.dtype = tool_dtype(t, OPTION_DTYPE);
-  tool_quant quant = tool_quantisation(t);
-  runner_options.quant = quant.type;
-  runner_options.quant_block = quant.block;
-  runner_options.double_quant = quant.is_nested;
-  runner_options.quant_head = quant.has_head;
-  EG_TRY(eg_runner_create(b->model, &runner_options, &b->runner));
-  EG_TRY(make_row(t, b));
-  EG_TRY(measure_forward(t, b->runner, b->ids, b->seconds, &forward));
-  EG_TRY(training_options(t, &trainer_options));
-  EG_TRY(eg_trainer_create(b->model, b->dataset, &trainer_options, &b->trainer));
-  EG_TRY(measure_steps(t, b->trainer, b->seconds, &step));
+  EG_TRY(make_rows(t, b));
+  if (strcmp(tool_text(t, OPTION_DEVICE), "cpu") == 0) EG_TRY(measure_runner(t, b));
+  EG_TRY(measure_trainer(t, b));
   if (tool_is_given(t, OPTION_JSON))
-    print_json(t, &forward, &step);
+    print_json(t, b);
   else
-    print_text(t, &forward, &step);
+    print_text(t, b);
   return EG_OK;
 }
 

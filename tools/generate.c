@@ -23,7 +23,7 @@ static int print_token(void *userdata, int32_t token) {
 static eg_status read_prompt(tool *t, const eg_runner *runner, int32_t **out_ids, size_t *out_count) {
   const char *text = tool_text(t, OPTION_PROMPT);
   if (text == NULL) return tool_parse_ids(t, "--prompt-ids", tool_text(t, OPTION_PROMPT_IDS), out_ids, out_count);
-  int64_t vocabulary = egi_runner_vocabulary(runner);
+  int64_t vocabulary = egi_logits_count(runner->machine.graph);
   if (vocabulary != BYTE_VOCABULARY)
     return egi_fail(
         t->ctx, EG_ERROR_UNSUPPORTED,

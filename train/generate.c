@@ -45,7 +45,7 @@ static bool is_stop(const eg_generate_options *options, int32_t token) {
 static eg_status begin(egi_generation *g, const int32_t *prompt_ids, size_t n_prompt, uint32_t max_tokens) {
   if (n_prompt > UINT32_MAX - max_tokens) return egi_fail(g->runner->ctx, EG_ERROR_ARGUMENT, "the prompt is too long");
   EG_TRY(check_tokens(g, prompt_ids, n_prompt));
-  g->n_logits = egi_runner_vocabulary(g->runner);
+  g->n_logits = egi_logits_count(g->runner->machine.graph);
   if (g->n_logits < 1) return egi_fail(g->runner->ctx, EG_ERROR_UNSUPPORTED, "the size of the vocabulary is not known");
   g->capacity = n_prompt + max_tokens;
   g->tokens = EGI_NEW(&g->arena, int32_t, g->capacity);

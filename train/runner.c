@@ -49,8 +49,7 @@ eg_context *egi_runner_context(const eg_runner *runner) {
   return runner->ctx;
 }
 
-int64_t egi_runner_vocabulary(const eg_runner *runner) {
-  const egi_graph *graph = runner->machine.graph;
+int64_t egi_logits_count(const egi_graph *graph) {
   egi_value_id logits;
   int64_t size;
   if (egi_find_logits(graph, &logits) != EG_OK) return 0;

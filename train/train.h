@@ -360,6 +360,21 @@ struct eg_trainer {
   unsigned newest;       /* which of them */
   atomic_int is_stop_requested;
 };
+/* profile.c: what one micro-batch and the optimizer's update take, operator by operator, beside what they cost. */
+enum { EGI_PROFILED = 2 }; /* the micro-batch, the update */
+typedef struct egi_step_profile {
+  egi_profile measured[EGI_PROFILED];
+  egi_plan_costs costs[EGI_PROFILED];
+  double seconds; /* of all */
+} egi_step_profile;
+/* Gradients are added to those that are there, and parameters move: nothing that is measured is to be kept. */
+eg_status egi_trainer_profile(eg_trainer *trainer, egi_arena *arena, egi_step_profile *out_profile);
+/* What the device reaches: a bf16 product of 8192 x 8192 matrices, a pass over 1 GiB that reads and writes it. */
+typedef struct egi_ceilings {
+  double flops_per_s, bytes_per_s;
+} egi_ceilings;
+eg_status egi_measure_ceilings(eg_context *ctx, const egi_backend *backend, egi_ceilings *out_ceilings);
+
 /* Bytes of a trainer by what they are for. */
 typedef struct egi_trainer_memory {
   uint64_t weights, states;
@@ -622,7 +637,7 @@ eg_status egi_runner_choose_decoder(eg_runner *runner, int64_t n_positions, egi_
 const eg_tensor *egi_runner_packed_row(const eg_runner *runner, const eg_tensor *inputs, size_t n_inputs);
 eg_status egi_runner_choose(eg_runner *runner, const eg_tensor *inputs, size_t n_inputs, egi_machine **out_machine);
 /* Number of logits; 0: the graph does not say. */
-int64_t egi_runner_vocabulary(const eg_runner *runner);
+int64_t egi_logits_count(const egi_graph *graph);
 
 /* runner_inputs.c: int64, int32 and bool stand for each other as long as the numbers fit. */
 bool egi_is_whole_type(eg_dtype dtype);

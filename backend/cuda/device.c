@@ -10,9 +10,7 @@ static void close_device(egi_device *device) {
   (void)cudaSetDevice(device->index);
   for (unsigned i = 0; i < EGI_CUDA_STREAMS; i++)
     if (device->streams[i].stream != NULL) (void)cudaStreamSynchronize(device->streams[i].stream);
-  for (uint32_t i = 0; i < device->n_events; i++)
-    if (device->events[i] != NULL) (void)cudaEventDestroy(device->events[i]);
-  egi_release(ctx, EGI_PURPOSE_GRAPH, device->events, device->n_events * sizeof *device->events);
+  egi_cuda_forget_events(device);
   egi_cuda_ring_close(&device->small);
   egi_cuda_ring_close(&device->large);
   egi_cuda_ring_close(&device->late);
@@ -127,34 +125,6 @@ static void release(egi_device *device, egi_purpose purpose, void *memory, size_
   (void)cudaGetLastError();
 }
 
-/* ---- events --------------------------------------------------------------------------------------------------- */
-
-static eg_status grow_events(egi_device *device, uint32_t event) {
-  uint32_t n = device->n_events == 0 ? 64 : device->n_events;
-  while (n <= event) n *= 2;
-  cudaEvent_t *events = egi_allocate(device->ctx, EGI_PURPOSE_GRAPH, n * sizeof *events);
-  if (events == NULL) return EG_ERROR_MEMORY;
-  memset(events, 0, n * sizeof *events);
-  if (device->n_events > 0) memcpy(events, device->events, device->n_events * sizeof *events);
-  egi_release(device->ctx, EGI_PURPOSE_GRAPH, device->events, device->n_events * sizeof *events);
-  device->events = events;
-  device->n_events = n;
-  return EG_OK;
-}
-
-static eg_status record(egi_device *device, unsigned stream, unsigned event) {
-  if (event >= device->n_events) EG_TRY(grow_events(device, event));
-  if (device->events[event] == NULL)
-    EGI_CUDA_TRY(device->ctx, cudaEventCreateWithFlags(&device->events[event], cudaEventDisableTiming));
-  EGI_CUDA_TRY(device->ctx, cudaEventRecord(device->events[event], device->streams[stream].stream));
-  return EG_OK;
-}
-
-static eg_status wait(egi_device *device, unsigned stream, unsigned event) {
-  EGI_CUDA_TRY(device->ctx, cudaStreamWaitEvent(device->streams[stream].stream, device->events[event], 0));
-  return EG_OK;
-}
-
 static eg_status fill(egi_device *device, void *dst, int byte, size_t size_bytes) {
   EGI_CUDA_TRY(device->ctx, cudaSetDevice(device->index));
   EGI_CUDA_TRY(device->ctx, cudaMemsetAsync(dst, byte, size_bytes, device->streams[0].stream));
@@ -173,8 +143,8 @@ static const egi_backend backend_cuda = {.name = "cuda",
                                          .release = release,
                                          .upload = egi_cuda_upload,
                                          .download = egi_cuda_download,
-                                         .record = record,
-                                         .wait = wait,
+                                         .record = egi_cuda_record,
+                                         .wait = egi_cuda_wait,
                                          .synchronize = egi_cuda_synchronize,
                                          .stream = stream_of,
                                          .fill = fill,
@@ -184,6 +154,8 @@ static const egi_backend backend_cuda = {.name = "cuda",
                                          .end_capture = egi_cuda_end_capture,
                                          .launch = egi_cuda_launch,
                                          .discard = egi_cuda_discard,
+                                         .mark = egi_cuda_mark,
+                                         .elapsed = egi_cuda_elapsed,
                                          .describe = egi_cuda_describe};
 
 /* NULL when the caller was built from other headers. */

@@ -21,12 +21,17 @@ typedef struct egi_cuda_ring {
   cudaEvent_t ended[EGI_CUDA_SMALL_SLOTS];
 } egi_cuda_ring;
 
+/* By number, each made when it is first recorded. */
+typedef struct egi_cuda_events {
+  cudaEvent_t *list;
+  uint32_t count;
+} egi_cuda_events;
+
 struct egi_device {
   eg_context *ctx;
   int index;
   egi_cuda_stream streams[EGI_CUDA_STREAMS];
-  cudaEvent_t *events; /* by number, made when first recorded */
-  uint32_t n_events;
+  egi_cuda_events events, marks; /* marks: that know their time */
   egi_cuda_ring small, large;
   egi_cuda_ring late; /* towards the host; ticket t has slot t % n until it is collected */
   struct {
@@ -55,6 +60,13 @@ eg_status egi_cuda_begin_capture(egi_device *device);
 eg_status egi_cuda_end_capture(egi_device *device, void **out_captured);
 eg_status egi_cuda_launch(egi_device *device, void *captured);
 void egi_cuda_discard(egi_device *device, void *captured);
+
+/* events.c */
+eg_status egi_cuda_record(egi_device *device, unsigned stream, unsigned event);
+eg_status egi_cuda_wait(egi_device *device, unsigned stream, unsigned event);
+eg_status egi_cuda_mark(egi_device *device, unsigned mark);
+eg_status egi_cuda_elapsed(egi_device *device, unsigned first, unsigned second, double *out_seconds);
+void egi_cuda_forget_events(egi_device *device);
 
 /* facts.c: EG_ERROR_DEVICE for devices that no kernel is made for. */
 eg_status egi_cuda_check_capability(eg_context *ctx, const egi_device_facts *facts);
