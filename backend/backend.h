@@ -72,6 +72,24 @@ typedef struct egi_device_facts {
   uint64_t memory_bytes, free_bytes;   /* 0: not known */
 } egi_device_facts;
 
+/* Numbers that are made: value, or value times a normal number of a stream under a seed, from element `first` on. */
+typedef struct egi_generated {
+  eg_dtype dtype;
+  bool is_normal;
+  double value;
+  uint64_t seed, stream, first, count;
+} egi_generated;
+
+/* Four-bit codes and a scale for each `block` of `count` floats, a whole number of blocks but for the last. */
+typedef struct egi_four_bit_run {
+  eg_dtype dtype;
+  unsigned type; /* egi_four_bit */
+  int64_t block, count;
+  const void *values; /* the rest on the device like these */
+  uint8_t *codes;
+  float *scales;
+} egi_four_bit_run;
+
 /* The part that differs between CPU and CUDA. Streams and events are small numbers; stream 0 computes, stream 1 copies
  * towards the host, stream 2 towards the device. On the CPU all run in list order and events do nothing. */
 typedef struct egi_backend {
@@ -94,6 +112,10 @@ typedef struct egi_backend {
    * have been fetched, waits for that copy alone and writes `dst`. Again is nothing. NULL on a host. */
   eg_status (*fetch)(egi_device *device, void *dst, const void *src, size_t size_bytes, uint64_t *out_ticket);
   eg_status (*collect)(egi_device *device, uint64_t ticket);
+  /* Into device memory, bit for bit what egi_weight_write() and egi_four_bit_encode() make on the host. NULL on a host;
+   * EG_ERROR_UNSUPPORTED for types that are left to it. */
+  eg_status (*generate)(egi_device *device, const egi_generated *numbers, void *dst);
+  eg_status (*encode)(egi_device *device, const egi_four_bit_run *run);
   /* What the streams are given between begin and end is kept, not done; launch does all of it in the order of stream
    * 0. NULL where nothing can be kept. After an end that fails there is nothing to discard. */
   eg_status (*begin_capture)(egi_device *device);

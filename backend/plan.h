@@ -217,6 +217,14 @@ eg_status egi_session_run_step(struct egi_session *session, const egi_step *step
 const egi_plan *egi_session_plan(const struct egi_session *session);
 egi_device *egi_session_device(const struct egi_session *session);
 
+/* load.c: weights to a device of its own, from where they lie, in pieces: host memory is bounded by a part that is
+ * transposed, or decoded from MXFP4. */
+eg_status egi_load_weight(eg_context *ctx, const egi_backend *backend, egi_device *device, const egi_weight *weight,
+                          void *dst);
+/* To the parts that are not NULL, memory of the device. */
+eg_status egi_load_quantised(eg_context *ctx, const egi_backend *backend, egi_device *device, const egi_quantisation *q,
+                             const egi_quantised_memory *memory);
+
 /* store.c */
 /* Whether the weight's bytes serve as they lie in the module. */
 bool egi_weight_is_in_place(const egi_backend *backend, const egi_weight *weight);

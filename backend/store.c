@@ -209,20 +209,6 @@ bool egi_weight_is_in_place(const egi_backend *backend, const egi_weight *weight
          (element_bytes == 0 || (uintptr_t)weight->bytes.data % element_bytes == 0);
 }
 
-/* Bytes on a device of its own: those of the module, or made in host memory first. */
-static eg_status upload_weight(egi_store *store, const egi_weight *weight, void *dst, uint64_t size_bytes) {
-  eg_context *ctx = store->ctx;
-  if (weight->bytes.kind == EGI_BYTES_MEMORY) {
-    return store->backend->upload(store->device, dst, weight->bytes.data, (size_t)size_bytes);
-  }
-  void *staging = egi_allocate(ctx, EGI_PURPOSE_DATA, (size_t)size_bytes);
-  if (staging == NULL) return EG_ERROR_MEMORY;
-  eg_status status = egi_weight_write(ctx, weight, staging);
-  if (status == EG_OK) status = store->backend->upload(store->device, dst, staging, (size_t)size_bytes);
-  egi_release(ctx, EGI_PURPOSE_DATA, staging, (size_t)size_bytes);
-  return status;
-}
-
 static eg_status load(egi_store *store, const egi_weight *weight, resident *out) {
   uint64_t size_bytes = 0;
   EG_TRY(egi_weight_bytes(store->ctx, weight, &size_bytes));
@@ -235,7 +221,7 @@ static eg_status load(egi_store *store, const egi_weight *weight, resident *out)
   eg_status status = EG_OK;
   if (size_bytes > 0) {
     status = store->backend->is_host ? egi_weight_write(store->ctx, weight, memory)
-                                     : upload_weight(store, weight, memory, size_bytes);
+                                     : egi_load_weight(store->ctx, store->backend, store->device, weight, memory);
   }
   if (status != EG_OK) {
     store->backend->release(store->device, EGI_PURPOSE_WEIGHTS, memory, (size_t)size_bytes);
@@ -271,30 +257,24 @@ static void report_quantised(egi_store *store, uint64_t size_bytes, double secon
           (double)total / 1e9, (double)store->quantised_bytes / 1e9 / (store->quantised_seconds + 1e-9));
 }
 
-/* Room on the device for each tensor, and where the host writes it. */
+/* Room for each tensor. */
 static eg_status make_quantised_room(egi_store *store, const egi_quantisation *q, resident rooms[EGI_QUANTISED_PARTS],
-                                     egi_quantised_memory *staging) {
+                                     egi_quantised_memory *memory) {
   for (unsigned part = 0; part < EGI_QUANTISED_PARTS; part++) {
     size_t size_bytes = (size_t)egi_quantised_bytes(q, (egi_quantised_tensor)part);
     if (q->weights[part] == 0) continue;
     EG_TRY(store->backend->allocate(store->device, EGI_PURPOSE_WEIGHTS, size_bytes, &rooms[part].data));
     rooms[part].owned_bytes = size_bytes;
     rooms[part].is_owned = true;
-    staging->parts[part] =
-        store->backend->is_host ? rooms[part].data : egi_allocate(store->ctx, EGI_PURPOSE_DATA, size_bytes);
-    if (staging->parts[part] == NULL) return EG_ERROR_MEMORY;
+    memory->parts[part] = rooms[part].data;
   }
   return EG_OK;
 }
 
-static eg_status fill_quantised(egi_store *store, const egi_quantisation *q, const resident *rooms,
-                                const egi_quantised_memory *staging) {
+static eg_status fill_quantised(egi_store *store, const egi_quantisation *q, const egi_quantised_memory *memory) {
   double start = egi_clock();
-  EG_TRY(egi_quantise(store->ctx, q, staging));
-  for (unsigned part = 0; part < EGI_QUANTISED_PARTS && !store->backend->is_host; part++)
-    if (rooms[part].data != NULL)
-      EG_TRY(store->backend->upload(store->device, rooms[part].data, staging->parts[part],
-                                    (size_t)rooms[part].owned_bytes));
+  EG_TRY(store->backend->is_host ? egi_quantise(store->ctx, q, memory)
+                                 : egi_load_quantised(store->ctx, store->backend, store->device, q, memory));
   report_quantised(store, matrix_bytes(q), egi_clock() - start);
   return EG_OK;
 }
@@ -302,12 +282,10 @@ static eg_status fill_quantised(egi_store *store, const egi_quantisation *q, con
 /* All tensors of a matrix at once. */
 static eg_status load_quantised(egi_store *store, const egi_quantisation *q) {
   resident rooms[EGI_QUANTISED_PARTS] = {{NULL, 0, false}};
-  egi_quantised_memory staging = {{NULL}};
-  eg_status status = make_quantised_room(store, q, rooms, &staging);
-  if (status == EG_OK) status = fill_quantised(store, q, rooms, &staging);
+  egi_quantised_memory memory = {{NULL}};
+  eg_status status = make_quantised_room(store, q, rooms, &memory);
+  if (status == EG_OK) status = fill_quantised(store, q, &memory);
   for (unsigned part = 0; part < EGI_QUANTISED_PARTS; part++) {
-    if (!store->backend->is_host && staging.parts[part] != NULL)
-      egi_release(store->ctx, EGI_PURPOSE_DATA, staging.parts[part], (size_t)rooms[part].owned_bytes);
     if (rooms[part].data == NULL) continue;
     if (status == EG_OK)
       store->weights[q->weights[part]] = rooms[part];

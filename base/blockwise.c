@@ -1,6 +1,8 @@
 /* Blockwise quantisation by tables. Runs of fixed length without branches inside: those vectorise. */
 #include "base/blockwise.h"
 
+#include "base/anywhere.h"
+
 #include <string.h>
 
 enum { RUN = 32, HALF = RUN / 2 };
@@ -49,35 +51,17 @@ static float largest(const float *values, size_t n) {
   return result;
 }
 
-/* The code is the number of thresholds that the value is above: one that is equal keeps the lower code. */
-static inline int32_t nf4_code(float x) {
-  return (x > -0.8480964004993439F) + (x > -0.6106329262256622F) + (x > -0.4599952697753906F) +
-         (x > -0.33967943489551544F) + (x > -0.23460740596055984F) + (x > -0.13791173323988914F) +
-         (x > -0.045525018125772476F) + (x > 0.03979014977812767F) + (x > 0.1202552504837513F) +
-         (x > 0.2035212516784668F) + (x > 0.2920137718319893F) + (x > 0.3893125355243683F) + (x > 0.5016634166240692F) +
-         (x > 0.6427869200706482F) + (x > 0.8614784181118011F);
-}
-
-/* Thresholds of magnitudes; the codes of the pairs 2, 4 and 6 fall where magnitudes rise. The sign is the bit of 8. */
-static inline int32_t fp4_code(float x) {
-  float magnitude = x < 0.0F ? -x : x;
-  int32_t rank = (magnitude > 0.00260417F) + (magnitude > 0.0859375F) + (magnitude > 0.20833333F) +
-                 (magnitude > 0.29166667F) + (magnitude > 0.4166667F) + (magnitude > 0.583333F) +
-                 (magnitude > 0.8333333F);
-  return ((8 - (rank & 6)) & 7) | (rank & 1) | (x < 0.0F) << 3;
-}
-
 static void encode_nf4(const float even[HALF], const float odd[HALF], uint8_t codes[HALF]) {
   int32_t high[HALF], low[HALF];
-  for (int i = 0; i < HALF; i++) high[i] = nf4_code(even[i]);
-  for (int i = 0; i < HALF; i++) low[i] = nf4_code(odd[i]);
+  for (int i = 0; i < HALF; i++) high[i] = egi_nf4_code(even[i]);
+  for (int i = 0; i < HALF; i++) low[i] = egi_nf4_code(odd[i]);
   for (int i = 0; i < HALF; i++) codes[i] = (uint8_t)(high[i] << 4 | low[i]);
 }
 
 static void encode_fp4(const float even[HALF], const float odd[HALF], uint8_t codes[HALF]) {
   int32_t high[HALF], low[HALF];
-  for (int i = 0; i < HALF; i++) high[i] = fp4_code(even[i]);
-  for (int i = 0; i < HALF; i++) low[i] = fp4_code(odd[i]);
+  for (int i = 0; i < HALF; i++) high[i] = egi_fp4_code(even[i]);
+  for (int i = 0; i < HALF; i++) low[i] = egi_fp4_code(odd[i]);
   for (int i = 0; i < HALF; i++) codes[i] = (uint8_t)(high[i] << 4 | low[i]);
 }
 

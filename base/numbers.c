@@ -1,4 +1,5 @@
 /* Half floats, the Philox generator, the clock. */
+#include "base/anywhere.h"
 #include "base/base.h"
 
 #include <math.h>
@@ -49,44 +50,21 @@ uint16_t egi_f32_to_f16(float value) {
 }
 
 void egi_philox(uint64_t key, const uint32_t counter[4], uint32_t out_words[4]) {
-  uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3];
-  uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
-  for (int round = 0; round < 10; round++) {
-    uint64_t low = (uint64_t)0xD2511F53u * c0, high = (uint64_t)0xCD9E8D57u * c2;
-    c0 = (uint32_t)(high >> 32) ^ c1 ^ k0;
-    c1 = (uint32_t)high;
-    c2 = (uint32_t)(low >> 32) ^ c3 ^ k1;
-    c3 = (uint32_t)low;
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
-  }
-  out_words[0] = c0;
-  out_words[1] = c1;
-  out_words[2] = c2;
-  out_words[3] = c3;
-}
-
-static void random_words(uint64_t seed, uint64_t stream, uint64_t index, uint32_t words[4]) {
-  uint32_t counter[4] = {(uint32_t)index, (uint32_t)(index >> 32), (uint32_t)stream, (uint32_t)(stream >> 32)};
-  egi_philox(seed, counter, words);
-}
-
-/* 53 bits of two words, in [0, 1). */
-static double unit(uint32_t high, uint32_t low) {
-  return (double)(((uint64_t)high << 21) | (low >> 11)) * 0x1p-53;
+  memcpy(out_words, counter, 4 * sizeof *counter);
+  egi_philox_words(key, out_words);
 }
 
 double egi_random_uniform(uint64_t seed, uint64_t stream, uint64_t index) {
   uint32_t words[4];
-  random_words(seed, stream, index, words);
-  return unit(words[0], words[1]);
+  egi_random_words(seed, stream, index, words);
+  return egi_random_unit(words[0], words[1]);
 }
 
 /* Box & Muller, 1958: sqrt(-2 ln u) cos(2 pi v), with u in (0, 1]. */
 double egi_random_normal(uint64_t seed, uint64_t stream, uint64_t index) {
   uint32_t words[4];
-  random_words(seed, stream, index, words);
-  double u = 1.0 - unit(words[0], words[1]), v = unit(words[2], words[3]);
+  egi_random_words(seed, stream, index, words);
+  double u = 1.0 - egi_random_unit(words[0], words[1]), v = egi_random_unit(words[2], words[3]);
   return sqrt(-2.0 * log(u)) * cos(6.283185307179586 * v);
 }
 

@@ -13,6 +13,10 @@ enum {
   EGI_CUDA_LATE_SLOTS = 32
 };
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 /* Pinned host memory in slots that are used in turn; the event of a slot says when its last copy has ended. */
 typedef struct egi_cuda_ring {
   uint8_t *memory;
@@ -70,5 +74,13 @@ void egi_cuda_forget_events(egi_device *device);
 
 /* facts.c: EG_ERROR_DEVICE for devices that no kernel is made for. */
 eg_status egi_cuda_check_capability(eg_context *ctx, const egi_device_facts *facts);
+
+/* generate.cu */
+eg_status egi_cuda_generate(egi_device *device, const egi_generated *numbers, void *dst);
+eg_status egi_cuda_encode(egi_device *device, const egi_four_bit_run *run);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

@@ -98,8 +98,8 @@ eg_status ops_run_on_device(const ops_environment *environment, const egi_kernel
                             const ops_block *blocks, unsigned n_blocks, const ops_block *workspace);
 /* The kernel of the tested backend; NULL, noted for the report, where there is none. */
 const egi_kernel *ops_find_kernel(ops_environment *environment, egi_op op);
-/* Sets the expected outputs to what the CPU's kernel makes of the inputs. */
-void ops_run_on_host(ops_case *c);
+/* Sets the expected outputs to what the CPU's kernel makes of the inputs; false when it does not take them. */
+bool ops_run_on_host(ops_case *c);
 /* Sets the types of outputs to those that follow from the inputs' types; false when they contradict each other. */
 bool ops_infer_outputs(ops_case *c);
 /* support_halves.c: the same with activations in bf16 and f16, for operators that take them. */
