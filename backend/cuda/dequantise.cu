@@ -1,6 +1,7 @@
 /* Codes of 2, 4 or 8 bits to floats: (code - zero) · scale, or levels[code] · scale, each operation rounded to f32 as
- * on the CPU, then to the type of the result. A thread makes eight neighbours of a row; the flat 4-bit form, whose
- * blocks are multiples of eight, has a kernel of its own that reads their codes and their scale at once. */
+ * on the CPU, then to the type of the result. A thread makes eight neighbours of a row. Where they lie side by side in
+ * whole words, their codes are read and their values written at once, and where blocks are multiples of eight they
+ * share a scale; the flat 4-bit form has a kernel of its own for that. */
 #include "backend/cuda/dequantise.h"
 
 #include <cuda_bf16.h>
@@ -13,9 +14,12 @@ constexpr int n_elements = 8;
 
 struct decoding {
   egi_quantised matrix;
+  egi_cuda_window window;
   float levels[16];
   void *out;
   eg_dtype dtype;
+  bool is_even;   /* eights lie in whole words of codes, and results are whole rows of eights */
+  bool is_shared; /* an eight has one scale and zero point */
   egi_cuda_fault *fault;
 };
 
@@ -50,27 +54,38 @@ __device__ float flat_scale(const egi_quantised &m, int64_t index) {
   return __fadd_rn(__fmul_rn(step, m.nested[EGI_NESTED_HEADER + index / EGI_NESTED_BLOCK]), m.nested[0]);
 }
 
-__device__ float value_at(const decoding &d, int64_t row, int64_t column) {
+/* What stands between a code and its value. */
+struct affine {
+  float scale, zero;
+};
+
+__device__ affine affine_at(const decoding &d, int64_t row, int64_t column) {
   const egi_quantised &m = d.matrix;
-  int64_t index = row * m.code_row_stride + column;
-  if (m.flat_block > 0) {
-    unsigned byte = m.codes[index / 2], code = index % 2 == 0 ? byte >> 4 : byte & 15u;
-    return __fmul_rn(d.levels[code], flat_scale(m, index / m.flat_block));
-  }
+  if (m.flat_block > 0) return {flat_scale(m, (row * m.code_row_stride + column) / m.flat_block), 0.0f};
   int64_t r = row / m.block_rows, c = column / m.block_columns;
   if (m.group_index != nullptr) {
     c = m.group_index[column];
     if (c < 0 || c >= m.scale_row_stride) {
       egi_cuda_raise(d.fault, EGI_CUDA_FAULT_INDEX, EGI_OP_Linear, c);
-      return 0.0f;
+      return {0.0f, 0.0f};
     }
   }
-  float scale = float_at(m.scales, m.scale_dtype, r * m.scale_row_stride + c * m.scale_column_stride);
+  affine out = {float_at(m.scales, m.scale_dtype, r * m.scale_row_stride + c * m.scale_column_stride), m.zero};
   int64_t at = r * m.zero_row_stride + c * m.zero_column_stride;
-  float zero = m.zero;
-  if (m.zero_kind == EGI_ZERO_CODES) zero = number_of(code_at(m.zeros, m.bits, at), m);
-  if (m.zero_kind == EGI_ZERO_FLOATS) zero = float_at(m.zeros, m.zero_dtype, at);
-  return __fmul_rn(__fsub_rn(number_of(code_at(m.codes, m.bits, index), m), zero), scale);
+  if (m.zero_kind == EGI_ZERO_CODES) out.zero = number_of(code_at(m.zeros, m.bits, at), m);
+  if (m.zero_kind == EGI_ZERO_FLOATS) out.zero = float_at(m.zeros, m.zero_dtype, at);
+  return out;
+}
+
+__device__ float value_of(const decoding &d, unsigned code, affine by) {
+  if (d.matrix.flat_block > 0) return __fmul_rn(d.levels[code], by.scale);
+  return __fmul_rn(__fsub_rn(number_of(code, d.matrix), by.zero), by.scale);
+}
+
+__device__ unsigned stored_code(const egi_quantised &m, int64_t index) {
+  if (m.flat_block == 0) return code_at(m.codes, m.bits, index);
+  unsigned byte = m.codes[index / 2];
+  return index % 2 == 0 ? byte >> 4 : byte & 15u;
 }
 
 __device__ void store(void *out, eg_dtype dtype, int64_t at, float value) {
@@ -80,13 +95,6 @@ __device__ void store(void *out, eg_dtype dtype, int64_t at, float value) {
     static_cast<__half *>(out)[at] = __float2half_rn(value);
   else
     static_cast<float *>(out)[at] = value;
-}
-
-__global__ void decode_kernel(decoding d) {
-  int64_t count = d.matrix.rows * d.matrix.columns, n_steps = (count + n_elements - 1) / n_elements;
-  for (int64_t i = blockIdx.x * int64_t(n_threads) + threadIdx.x; i < n_steps; i += int64_t(gridDim.x) * n_threads)
-    for (int64_t k = i * n_elements; k < (i + 1) * n_elements && k < count; k++)
-      store(d.out, d.dtype, k, value_at(d, k / d.matrix.columns, k % d.matrix.columns));
 }
 
 /* Eight values as 16 bytes of 16-bit floats, or twice 16 of f32. */
@@ -110,15 +118,46 @@ __device__ void store_eight(void *out, eg_dtype dtype, int64_t at, const float (
   *reinterpret_cast<uint4 *>(static_cast<uint16_t *>(out) + at) = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
+/* Eight codes of a row whose first is the first of a word, the lowest bits first. */
+__device__ uint64_t eight_codes(const egi_quantised &m, int64_t index) {
+  const uint8_t *at = m.codes + index / 8 * m.bits;
+  if (m.bits == 8) return *reinterpret_cast<const uint64_t *>(at);
+  if (m.bits == 4) return *reinterpret_cast<const uint32_t *>(at);
+  return *reinterpret_cast<const uint16_t *>(at);
+}
+
+__global__ void decode_kernel(decoding d) {
+  const egi_quantised &m = d.matrix;
+  int64_t per_row = (d.window.n_columns + n_elements - 1) / n_elements, n_steps = d.window.n_rows * per_row;
+  for (int64_t i = blockIdx.x * int64_t(n_threads) + threadIdx.x; i < n_steps; i += int64_t(gridDim.x) * n_threads) {
+    int64_t row = i / per_row, first = i % per_row * n_elements, at = row * d.window.n_columns + first;
+    int64_t from = row + d.window.row, column = first + d.window.column, index = from * m.code_row_stride + column;
+    if (!d.is_even) {
+      for (int k = 0; k < n_elements && first + k < d.window.n_columns; k++)
+        store(d.out, d.dtype, at + k, value_of(d, stored_code(m, index + k), affine_at(d, from, column + k)));
+      continue;
+    }
+    uint64_t codes = eight_codes(m, index);
+    affine by = affine_at(d, from, column);
+    float values[n_elements];
+    for (int k = 0; k < n_elements; k++) {
+      if (k > 0 && !d.is_shared) by = affine_at(d, from, column + k);
+      values[k] = value_of(d, unsigned(codes >> (unsigned(k) * m.bits)) & ((1u << m.bits) - 1u), by);
+    }
+    store_eight(d.out, d.dtype, at, values);
+  }
+}
+
 __global__ void decode_flat_kernel(decoding d) {
   __shared__ float levels[16];
   if (threadIdx.x < 16) levels[threadIdx.x] = d.levels[threadIdx.x];
   __syncthreads();
-  int64_t n_steps = d.matrix.rows * d.matrix.columns / n_elements;
-  const uint32_t *codes = reinterpret_cast<const uint32_t *>(d.matrix.codes);
+  int64_t n_steps = d.window.n_rows * d.window.n_columns / n_elements;
+  int64_t skipped = d.window.row * d.matrix.columns / n_elements;
+  const uint32_t *codes = reinterpret_cast<const uint32_t *>(d.matrix.codes) + skipped;
   for (int64_t i = blockIdx.x * int64_t(n_threads) + threadIdx.x; i < n_steps; i += int64_t(gridDim.x) * n_threads) {
     uint32_t word = codes[i];
-    float scale = flat_scale(d.matrix, i * n_elements / d.matrix.flat_block), values[n_elements];
+    float scale = flat_scale(d.matrix, (i + skipped) * n_elements / d.matrix.flat_block), values[n_elements];
     for (int k = 0; k < 4; k++) {
       unsigned byte = word >> (8 * k) & 255u;
       values[2 * k] = __fmul_rn(levels[byte >> 4], scale);
@@ -189,16 +228,32 @@ extern "C" eg_status egi_cuda_quantised_open(eg_context *ctx, const egi_quantise
   return EG_OK;
 }
 
-extern "C" eg_status egi_cuda_dequantise(eg_context *ctx, const egi_quantised *matrix, void *out, eg_dtype dtype,
-                                         const egi_cuda_stream *stream) {
-  decoding d = {*matrix, {}, out, dtype, stream->fault};
-  int64_t count = matrix->rows * matrix->columns;
+/* Whether the flat kernel takes it: whole rows, eights that neither blocks nor words cut. */
+static bool is_flat(const decoding &d) {
+  const egi_quantised &m = d.matrix;
+  return m.flat_block > 0 && m.flat_block % n_elements == 0 && d.window.n_columns == m.columns &&
+         d.window.row * m.columns % n_elements == 0 && d.window.n_rows * m.columns % n_elements == 0 &&
+         reinterpret_cast<uintptr_t>(m.codes) % sizeof(uint32_t) == 0;
+}
+
+static void choose_loops(decoding *d) {
+  const egi_quantised &m = d->matrix;
+  d->is_even = m.flat_block == 0 && d->window.n_columns % n_elements == 0 && d->window.column % n_elements == 0 &&
+               m.code_row_stride % n_elements == 0 && reinterpret_cast<uintptr_t>(m.codes) % m.bits == 0;
+  d->is_shared = m.group_index == nullptr && m.block_columns % n_elements == 0;
+}
+
+extern "C" eg_status egi_cuda_dequantise(eg_context *ctx, const egi_quantised *matrix, const egi_cuda_window *window,
+                                         void *out, eg_dtype dtype, const egi_cuda_stream *stream) {
+  decoding d = {*matrix, *window, {}, out, dtype, false, false, stream->fault};
+  int64_t count = window->n_rows * window->n_columns;
   if (count == 0) return EG_OK;
   if (matrix->has_levels) memcpy(d.levels, egi_four_bit_levels(matrix->levels), sizeof d.levels);
-  bool is_even = matrix->flat_block > 0 && matrix->flat_block % n_elements == 0 && count % n_elements == 0 &&
-                 reinterpret_cast<uintptr_t>(matrix->codes) % sizeof(uint32_t) == 0;
-  unsigned blocks = block_count((count + n_elements - 1) / n_elements, stream);
-  if (is_even)
+  choose_loops(&d);
+  int64_t n_steps =
+      is_flat(d) ? count / n_elements : window->n_rows * ((window->n_columns + n_elements - 1) / n_elements);
+  unsigned blocks = block_count(n_steps, stream);
+  if (is_flat(d))
     decode_flat_kernel<<<blocks, n_threads, 0, stream->stream>>>(d);
   else
     decode_kernel<<<blocks, n_threads, 0, stream->stream>>>(d);

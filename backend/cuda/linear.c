@@ -88,7 +88,8 @@ eg_status egi_cuda_run_linear(eg_context *ctx, const egi_kernel_call *call) {
   char *workspace = call->workspace;
   egi_quantised matrix;
   EG_TRY(egi_cuda_quantised_open(ctx, &p->weight, call, workspace, &matrix));
-  EG_TRY(egi_cuda_dequantise(ctx, &matrix, workspace + p->decoded_at, p->dtype, egi_cuda_stream_of(call)));
+  const egi_cuda_window all = {0, 0, matrix.rows, matrix.columns};
+  EG_TRY(egi_cuda_dequantise(ctx, &matrix, &all, workspace + p->decoded_at, p->dtype, egi_cuda_stream_of(call)));
   for (unsigned i = 0; i < call->n_inputs && i < EGI_LINEAR_INPUTS; i++) inputs[i] = call->inputs[i];
   inputs[EGI_LINEAR_WEIGHT].data = workspace + p->decoded_at;
   dense.inputs = inputs;
