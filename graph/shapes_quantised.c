@@ -1,6 +1,7 @@
 /* Shape rules of Linear and LinearGrad: the sizes of every storage, for the head with its loss as well. Sizes that are
  * no numbers are taken on trust here; kernels check them when they are planned. */
 #include "base/blockwise.h"
+#include "graph/fake_quantize.h"
 #include "graph/linear.h"
 #include "graph/shapes.h"
 
@@ -188,4 +189,22 @@ eg_status egi_shape_linear(egi_inference *in) {
 
 eg_status egi_shape_linear_grad(egi_inference *in) {
   return set_product(in, 0);
+}
+
+/* ---- codes that are never stored -------------------------------------------------------------------------------- */
+
+/* NF4's blocks cross the ends of rows, which only a matrix of known size may let them: rows of activations stay apart.
+ */
+eg_status egi_shape_fake_quantize(egi_inference *in) {
+  const egi_value *x = egi_shape_input(in, 0);
+  egi_fake_quantize form;
+  int64_t size;
+  if (!egi_fake_quantize_read(in->node, &form))
+    return egi_fail_node(in->graph, in->id, EG_ERROR_UNSUPPORTED, "its attributes name no codes that are known");
+  if (!egi_dtype_is_float(x->dtype)) return egi_shape_fail(in, "only floats have codes");
+  bool is_matrix =
+      x->rank == 2 && egi_dim_value(in->dims, x->dims[0], &size) && egi_dim_value(in->dims, x->dims[1], &size);
+  if (form.is_nf4 && !is_matrix) return egi_shape_fail(in, "codes of the flattened tensor need a matrix of known size");
+  if (x->rank < 1) return egi_shape_fail(in, "a single number has no axis");
+  return egi_shape_set_like(in, 0, x);
 }

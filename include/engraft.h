@@ -356,6 +356,16 @@ typedef enum eg_checkpoint {
  * for it, and what the file stores quantised. */
 typedef enum eg_quant { EG_QUANT_NONE, EG_QUANT_NF4, EG_QUANT_FP4 } eg_quant;
 
+/* Training for a model that is to be stored in few bits: the matrices of the layers that are trained are rounded to
+ * codes before each product, and gradients pass the rounding as if it were none (docs/quantisation.md). With adapters
+ * the matrix that is rounded is W + scale · B · A, which is what a merged model holds. */
+typedef enum eg_qat {
+  EG_QAT_NONE,
+  EG_QAT_INT4, /* integers in blocks of a row, as com.microsoft's MatMulNBits */
+  EG_QAT_INT8, /* the same with one scale a row; what goes into these layers is rounded too, token by token */
+  EG_QAT_NF4   /* blocks of the flattened matrix, as com.microsoft's MatMulBnb4 */
+} eg_qat;
+
 /* In 8 bits the moments of parameters of 4096 elements and more are codes with a scale for each 256 of them. */
 typedef enum eg_optimizer { EG_OPTIMIZER_ADAMW, EG_OPTIMIZER_ADAMW_8BIT } eg_optimizer;
 
@@ -418,13 +428,18 @@ struct eg_trainer_options {
                                   PEFT: each module whose path ends with one of them, and what is inside it, without
                                   adapters; tied weights are untied; NULL: none */
   int quant_head;              /* with quant: 1: the output head becomes codes too */
+  eg_qat qat;
+  uint32_t qat_block; /* numbers with one scale, a power of two: INT4 and INT8 from 16, NF4 from 32, to 4096; 0: 32 for
+                         INT4, 64 for NF4, a whole row for INT8 */
+  int qat_asymmetric; /* INT4 and INT8: 1: each block has a zero point, its codes reach from its smallest number to its
+                         largest */
 };
 #define EG_TRAINER_OPTIONS_INIT                                                                                       \
   {                                                                                                                   \
     sizeof(eg_trainer_options), "cpu", EG_DTYPE_F32, 0, 16, 16.0, "all-linear", NULL, EG_LORA_INIT_DEFAULT, 2e-4,     \
         EG_SCHEDULE_CONSTANT, 0.0, 0.0, 0.9, 0.999, 1e-8, 1.0, 2048, 1, 0, 1.0, 0, 0, 0, EG_PACKING_AUTO,             \
         EG_PACKING_CACHE_ON, EG_CHECKPOINT_AUTO, 0, 0, EG_LOSS_AUTO, EG_POOLING_AUTO, 20.0, 0, NULL, NULL, NULL, 1.0, \
-        EG_QUANT_NONE, 64, 1, NULL, NULL, NULL, EG_MOE_FUSED, EG_OPTIMIZER_ADAMW, 0, 0.0, NULL, 0                     \
+        EG_QUANT_NONE, 64, 1, NULL, NULL, NULL, EG_MOE_FUSED, EG_OPTIMIZER_ADAMW, 0, 0.0, NULL, 0, EG_QAT_NONE, 0, 0  \
   }
 
 /* What a step did. */

@@ -60,6 +60,16 @@ typedef struct egi_peft_pattern {
 /* Makes `expression` of `key`. */
 eg_status egi_peft_pattern_compile(egi_arena *arena, egi_peft_pattern *pattern);
 
+/* qat_record.c: what an adapter was trained for the codes of. */
+typedef struct egi_qat_record {
+  const char *weights; /* "int4", "int8", "nf4"; NULL: nothing was rounded */
+  int64_t block;       /* 0: whole rows */
+  bool is_symmetric;
+} egi_qat_record;
+/* `weights` NULL where there is no such file; text in the arena. */
+eg_status egi_qat_record_read(egi_arena *arena, const char *directory, egi_qat_record *out_record);
+eg_status egi_qat_record_write(egi_arena *arena, const char *directory, const egi_qat_record *record);
+
 /* What adapter_config.json says, as far as engraft can honour it; anything it cannot (DoRA, bias …) is an error that
  * names the key. */
 typedef struct egi_peft_config {
@@ -75,6 +85,7 @@ typedef struct egi_peft_config {
   const char *base_model;
   const egi_peft_pattern *ranks, *alphas;
   size_t n_ranks, n_alphas;
+  egi_qat_record qat; /* in a file beside it */
 } egi_peft_config;
 /* Moves strings and patterns into another arena, which must stay where it is. */
 eg_status egi_peft_config_copy(egi_arena *arena, egi_peft_config *config);

@@ -263,6 +263,7 @@ static eg_status open_folder(eg_context *ctx, const char *directory, egi_peft *p
   EG_TRY(egi_json_read(ctx, config_path, &json.object));
   eg_status status = read_config(&json, &peft->arena, &peft->config);
   json_decref(json.object);
+  if (status == EG_OK) status = egi_qat_record_read(&peft->arena, directory, &peft->config.qat);
   if (status != EG_OK) return status;
   if (access(tensors_path, F_OK) != 0 && access(pickle_path, F_OK) == 0)
     return egi_fail(ctx, EG_ERROR_UNSUPPORTED, "%s: a pickle file; save the adapter as safetensors", pickle_path);
@@ -328,6 +329,7 @@ eg_status egi_peft_config_copy(egi_arena *arena, egi_peft_config *config) {
   EG_TRY(copy_string(arena, &config->modules));
   EG_TRY(copy_string(arena, &config->task));
   EG_TRY(copy_string(arena, &config->base_model));
+  EG_TRY(copy_string(arena, &config->qat.weights));
   EG_TRY(copy_patterns(arena, &config->ranks, config->n_ranks));
   return copy_patterns(arena, &config->alphas, config->n_alphas);
 }

@@ -100,6 +100,7 @@ eg_status egi_peft_write(eg_context *ctx, const char *directory, const egi_peft_
   eg_status status = tensors_path != NULL && config_path != NULL ? egi_text_status(&text) : EG_ERROR_MEMORY;
   if (status == EG_OK) status = egi_safetensors_write(ctx, tensors_path, tensors, count);
   if (status == EG_OK) status = write_text(ctx, config_path, &text);
+  if (status == EG_OK) status = egi_qat_record_write(&arena, directory, &config->qat);
   egi_text_free(&text);
   egi_arena_clear(&arena);
   return status;

@@ -30,6 +30,7 @@ bool egi_is_cheap(egi_op op) {
   case EGI_OP_Concat:
   case EGI_OP_Dispatch:
   case EGI_OP_KeyedDropout: /* the same numbers every time */
+  case EGI_OP_FakeQuantize:
   case EGI_OP_SumTo:
   case EGI_OP_Barrier:
   case EGI_OP_ReduceLogSumExp:

@@ -138,6 +138,54 @@ static eg_status graft_one(grafter *state, const egi_linear *linear, const egi_a
   return EG_OK;
 }
 
+/* Rows [first, end) of a matrix. */
+static egi_value_id rows_of(egi_emitter *emit, egi_value_id matrix, int64_t first, int64_t end) {
+  static const int64_t axis = 0;
+  const egi_value_id inputs[4] = {matrix, egi_emit_integers(emit, &first, 1), egi_emit_integers(emit, &end, 1),
+                                  egi_emit_integers(emit, &axis, 1)};
+  return egi_emit(emit, EGI_OP_Slice, inputs, 4, NULL, 0);
+}
+
+/* W + scale · B · A of the module's own rows. */
+static eg_status add_inside(grafter *state, egi_emitter *emit, const egi_linear *linear,
+                            const egi_adapter_target *target, egi_value_id *matrix) {
+  const adapter_shape of_a = {.dims = {target->rank, linear->in_features}};
+  const adapter_shape of_b = {.dims = {linear->out_features, target->rank}};
+  egi_value_id a = 0, b = 0;
+  EG_TRY(make_adapter_state(state, linear->path, 'A', &of_a, &a));
+  EG_TRY(make_adapter_state(state, linear->path, 'B', &of_b, &b));
+  const egi_value_id inputs[3] = {*matrix, b, a};
+  const egi_attribute alpha = egi_attribute_float("alpha", (float)target->scale);
+  *matrix = egi_emit(emit, EGI_OP_AddMatMul, inputs, 3, &alpha, 1);
+  state->run->report->n_matched++;
+  return emit->status;
+}
+
+/* What a FakeQuantize rounds gets the adapters of all modules, linears [first, end), that the layer computes. */
+static eg_status graft_inside(grafter *state, size_t first, size_t end, egi_node_id fake, const egi_map *targets) {
+  const egi_adapt_options *adapt = state->run->adapt;
+  const egi_linear *linears = state->linears;
+  egi_emitter emit = {.graph = state->graph};
+  egi_value_id whole = state->graph->nodes[fake].inputs[0];
+  egi_value_id *parts = EGI_NEW(&state->arena, egi_value_id, end - first);
+  const egi_attribute rows = egi_attribute_int("axis", 0);
+  int64_t row = 0;
+  if (parts == NULL) return EG_ERROR_MEMORY;
+  for (size_t i = first; i < end; i++) {
+    uint32_t index = 0;
+    egi_value_id *part = &parts[i - first];
+    emit.scope = linears[i].path;
+    *part = end - first > 1 ? rows_of(&emit, whole, row, row + linears[i].out_features) : whole;
+    row += linears[i].out_features;
+    if (egi_map_get(targets, linears[i].path, &index))
+      EG_TRY(add_inside(state, &emit, &linears[i], &adapt->adapters[index], part));
+  }
+  whole = end - first > 1 ? egi_emit(&emit, EGI_OP_Concat, parts, (unsigned)(end - first), &rows, 1) : parts[0];
+  EG_TRY(emit.status);
+  state->graph->nodes[fake].inputs[0] = whole;
+  return EG_OK;
+}
+
 static eg_status graft_experts(grafter *state, const egi_expert_parameter *parameter, const egi_adapter_target *target,
                                bool has_down_adapter) {
   int64_t ranks = parameter->n_experts * (int64_t)target->rank;
@@ -190,6 +238,13 @@ static eg_status fail_unmatched(grafter *state, const egi_map *paths) {
   return status;
 }
 
+/* Behind the last module that the layer of linears[first] computes. */
+static size_t parts_end(const grafter *state, size_t first) {
+  size_t end = first + 1;
+  while (end < state->n_linears && state->linears[end].node == state->linears[first].node) end++;
+  return end;
+}
+
 static eg_status graft_all(grafter *state) {
   const egi_adapt_options *adapt = state->run->adapt;
   egi_map targets, paths;
@@ -205,7 +260,13 @@ static eg_status graft_all(grafter *state) {
   egi_node_id n_old_nodes = state->graph->n_nodes;
   for (size_t i = 0; i < state->n_linears; i++) {
     uint32_t index = 0;
+    egi_node_id fake = egi_fake_quantize_below(state->graph, state->linears[i].node);
+    bool is_next = i > 0 && state->linears[i - 1].node == state->linears[i].node;
     state->run->report->n_tried++;
+    if (fake != 0) {
+      if (!is_next) EG_TRY(graft_inside(state, i, parts_end(state, i), fake, &targets));
+      continue;
+    }
     if (!egi_map_get(&targets, state->linears[i].path, &index)) continue;
     EG_TRY(graft_one(state, &state->linears[i], &adapt->adapters[index]));
   }

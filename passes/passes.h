@@ -2,6 +2,7 @@
 #ifndef ENGRAFT_PASSES_PASSES_H
 #define ENGRAFT_PASSES_PASSES_H
 
+#include "graph/fake_quantize.h"
 #include "graph/graph.h"
 
 typedef enum egi_stage {
@@ -32,6 +33,12 @@ typedef struct egi_quantise_options {
   bool has_head; /* the output head too */
 } egi_quantise_options;
 
+/* What fake_quantize rounds to. */
+typedef struct egi_fake_options {
+  bool is_wanted, has_activations;
+  egi_fake_quantize weights, activations;
+} egi_fake_options;
+
 /* What the adapt stage is told; unused fields are zero. */
 typedef struct egi_adapt_options {
   const egi_adapter_target *adapters;
@@ -47,6 +54,7 @@ typedef struct egi_adapt_options {
   uint64_t seed;           /* of what is dropped */
   bool is_loop;            /* dispatch_moe: experts one after the other */
   egi_quantise_options quantise;
+  egi_fake_options fake;
   eg_dtype dtype; /* lower_precision: of activations; EG_DTYPE_BF16, _F16, else float32 */
 } egi_adapt_options;
 
@@ -190,6 +198,8 @@ typedef struct egi_expert_parameter {
 /* Those of a graph after name_modules, in execution order, gate and up before down. */
 eg_status egi_find_experts(const egi_graph *graph, egi_arena *arena, egi_expert_parameter **out_parameters,
                            size_t *out_count);
+/* The FakeQuantize whose result the Linear multiplies with, or 0. */
+egi_node_id egi_fake_quantize_below(const egi_graph *graph, egi_node_id linear);
 /* Puts an adapter on one: A [E·r, in], B [out, r·E] as PEFT lays them out. */
 eg_status egi_graft_experts(egi_graph *graph, const egi_expert_parameter *parameter, egi_value_id a, egi_value_id b,
                             double scale);
@@ -326,8 +336,8 @@ void egi_redirect_apply(egi_redirect *redirect);
 bool egi_same_shape(const egi_graph *graph, egi_value_id a, egi_value_id b);
 /* A new weight with these bytes (kept by the caller as long as the module) as a value of the graph. */
 eg_status egi_add_constant(egi_graph *graph, const char *name, const egi_tensor *tensor, egi_value_id *out_value);
-/* The weight value that `value` is a Cast, Identity, Transpose, Reshape, Squeeze or Unsqueeze of, or 0. A 2-D
- * transpose toggles *is_transposed; any other reordering of elements gives 0. */
+/* The weight value that `value` is a Cast, Identity, Transpose, Reshape, Squeeze, Unsqueeze or FakeQuantize of, or 0. A
+ * 2-D transpose toggles *is_transposed; any other reordering of elements gives 0. */
 egi_value_id egi_weight_below(const egi_graph *graph, egi_value_id value, bool *is_transposed);
 /* The DequantizeLinear of a quantised 2-D weight that `value` is, through casts and transposes as above, or 0. */
 egi_node_id egi_dequantised_below(const egi_graph *graph, egi_value_id value, bool *is_transposed);

@@ -142,6 +142,7 @@ static egi_value_id matrix_below(const egi_graph *graph, egi_value_id value, boo
     switch (node->op) {
     case EGI_OP_Cast:
     case EGI_OP_Identity:
+    case EGI_OP_FakeQuantize:
       break;
     case EGI_OP_Reshape:
     case EGI_OP_Flatten:

@@ -68,6 +68,12 @@ static eg_pooling parse_pooling(const char *text) {
   return EG_POOLING_OUTPUT;
 }
 
+static eg_qat parse_qat(const char *text) {
+  if (strcmp(text, "int4") == 0) return EG_QAT_INT4;
+  if (strcmp(text, "int8") == 0) return EG_QAT_INT8;
+  return strcmp(text, "nf4") == 0 ? EG_QAT_NF4 : EG_QAT_NONE;
+}
+
 tool_quant tool_quantisation(const tool *t) {
   const char *type = tool_text(t, OPTION_QUANT);
   uint64_t block = t->values[OPTION_QUANT_BLOCK].count;
@@ -127,6 +133,9 @@ eg_status training_options(tool *t, eg_trainer_options *options) {
   options->quant_block = quant.block;
   options->double_quant = quant.is_nested;
   options->quant_head = quant.has_head;
+  options->qat = parse_qat(tool_text(t, OPTION_QAT));
+  options->qat_asymmetric = strcmp(tool_text(t, OPTION_QAT_SYMMETRIC), "off") == 0;
+  EG_TRY(narrow(t, "--qat-block", t->values[OPTION_QAT_BLOCK].count, &options->qat_block));
   const egi_objective objective = tool_objective(t);
   options->loss = objective.loss;
   options->pooling = objective.pooling;

@@ -116,8 +116,8 @@ eg_status egi_evaluate_graph(egi_machine *machine, const egi_graph *graph, const
 static eg_status adapt(egi_machine *machine, const egi_peft *peft, const egi_documents *documents,
                        egi_evaluate_options *own, egi_arena *arena) {
   egi_objective *objective = &own->objective;
-  static const char *const names[] = {"quantize_base", "append_loss", "key_dropout", "graft_adapters",
-                                      "eliminate_dead"};
+  static const char *const names[] = {"quantize_base", "append_loss",    "key_dropout",
+                                      "fake_quantize", "graft_adapters", "eliminate_dead"};
   egi_inputs inputs;
   egi_vocabulary vocabulary;
   egi_adapters adapters = {.count = 0};
@@ -135,6 +135,7 @@ static eg_status adapt(egi_machine *machine, const egi_peft *peft, const egi_doc
                                .pooling = objective->pooling,
                                .similarity_scale = objective->similarity_scale,
                                .quantise = own->quantise};
+  EG_TRY(egi_fake_options_make(machine->ctx, &adapters.config.qat, &options.fake));
   return egi_run_passes(machine->graph, names, EGI_COUNT(names), &options);
 }
 

@@ -119,6 +119,21 @@ static eg_status check_options(eg_context *ctx, const eg_export_options *options
   return EG_OK;
 }
 
+/* What an adapter was trained for says how it is merged. */
+static eg_status check_codes(const egi_export *export_) {
+  const eg_export_options *o = export_->options;
+  const char *weights = export_->adapters.config.qat.weights;
+  bool is_other = o->stored != EG_QUANT_NONE || o->base != EG_QUANT_NONE ||
+                  (o->dtype != EG_DTYPE_UNDEFINED && o->dtype != EG_DTYPE_F32);
+  if (o->format == EG_EXPORT_MERGED && is_other)
+    return egi_fail(export_->ctx, EG_ERROR_ARGUMENT,
+                    "export options: the adapter was trained for %s: a merged model is stored so", weights);
+  if (o->format != EG_EXPORT_MERGED)
+    egi_log(export_->ctx, EG_LOG_WARNING,
+            "the adapter was trained for matrices rounded to %s: beside others it is not what was trained", weights);
+  return EG_OK;
+}
+
 static eg_status write(egi_export *export_, const char *path) {
   eg_export_format format = export_->options->format;
   bool has_modules = format == EG_EXPORT_PEFT || format == EG_EXPORT_MERGED;
@@ -127,6 +142,7 @@ static eg_status write(egi_export *export_, const char *path) {
         export_->ctx, EG_ERROR_UNSUPPORTED,
         "modules that were trained whole (\"modules_to_save\") can be written as PEFT's folders and merged: "
         "this format holds adapters alone");
+  if (export_->adapters.config.qat.weights != NULL) EG_TRY(check_codes(export_));
   switch (export_->options->format) {
   case EG_EXPORT_PEFT:
     return write_peft(export_, path);

@@ -11,6 +11,23 @@ static eg_status add_bias(egi_graph *graph, egi_value_id product, egi_value_id b
   return egi_graph_add_node(graph, &sum, &added);
 }
 
+eg_status egi_export_product(egi_graph *graph, egi_node_id linear, const egi_node *product) {
+  const egi_node old = graph->nodes[linear];
+  egi_value_id output = old.outputs[0], value = output;
+  egi_value_id bias = old.n_inputs > EGI_LINEAR_BIAS ? old.inputs[EGI_LINEAR_BIAS] : 0;
+  egi_node node = *product;
+  node.op = EGI_OP_UNKNOWN;
+  node.domain = "com.microsoft";
+  node.name = old.name;
+  node.scope = old.scope;
+  node.outputs = &value;
+  node.n_outputs = 1;
+  egi_graph_remove_node(graph, linear);
+  if (bias != 0) EG_TRY(egi_graph_add_value(graph, NULL, &value));
+  EG_TRY(egi_graph_add_node(graph, &node, &linear));
+  return bias != 0 ? add_bias(graph, value, bias, output) : EG_OK;
+}
+
 /* MatMulBnb4's operands have one dim. */
 static void flatten(egi_graph *graph, egi_value_id id) {
   egi_value *value = &graph->values[id];
@@ -22,33 +39,18 @@ static void flatten(egi_graph *graph, egi_value_id id) {
   value->dims[0] = egi_dim_constant(graph->module->dims, count);
 }
 
-/* Its result keeps name and type. */
 static eg_status replace_linear(egi_graph *graph, egi_node_id id) {
-  const egi_node old = graph->nodes[id];
-  egi_value_id output = old.outputs[0], product = output;
-  egi_value_id bias = old.n_inputs > EGI_LINEAR_BIAS ? old.inputs[EGI_LINEAR_BIAS] : 0;
-  egi_value_id inputs[3] = {old.inputs[EGI_LINEAR_X], old.inputs[EGI_LINEAR_WEIGHT], old.inputs[EGI_LINEAR_SCALES]};
-  egi_attribute attributes[4] = {egi_attribute_int("K", egi_node_int(&old, "in_features", 0)),
-                                 egi_attribute_int("N", egi_node_int(&old, "out_features", 0)),
-                                 egi_attribute_int("block_size", egi_node_int(&old, "block_size", 64)),
-                                 egi_attribute_int("quant_type", egi_node_int(&old, "quant_type", 1))};
-  egi_node node = {.op = EGI_OP_UNKNOWN,
-                   .op_name = "MatMulBnb4",
-                   .domain = "com.microsoft",
-                   .name = old.name,
-                   .scope = old.scope,
-                   .inputs = inputs,
-                   .n_inputs = 3,
-                   .attributes = attributes,
-                   .n_attributes = 4,
-                   .outputs = &product,
-                   .n_outputs = 1};
+  const egi_node *old = &graph->nodes[id];
+  egi_value_id inputs[3] = {old->inputs[EGI_LINEAR_X], old->inputs[EGI_LINEAR_WEIGHT], old->inputs[EGI_LINEAR_SCALES]};
+  egi_attribute attributes[4] = {egi_attribute_int("K", egi_node_int(old, "in_features", 0)),
+                                 egi_attribute_int("N", egi_node_int(old, "out_features", 0)),
+                                 egi_attribute_int("block_size", egi_node_int(old, "block_size", 64)),
+                                 egi_attribute_int("quant_type", egi_node_int(old, "quant_type", 1))};
+  const egi_node product = {
+      .op_name = "MatMulBnb4", .inputs = inputs, .n_inputs = 3, .attributes = attributes, .n_attributes = 4};
   flatten(graph, inputs[1]);
   flatten(graph, inputs[2]);
-  egi_graph_remove_node(graph, id);
-  if (bias != 0) EG_TRY(egi_graph_add_value(graph, NULL, &product));
-  EG_TRY(egi_graph_add_node(graph, &node, &id));
-  return bias != 0 ? add_bias(graph, product, bias, output) : EG_OK;
+  return egi_export_product(graph, id, &product);
 }
 
 eg_status egi_export_four_bit(egi_graph *graph, const egi_quantise_options *options) {

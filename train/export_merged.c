@@ -259,6 +259,17 @@ static void take_changes(egi_merge *merge) {
   }
 }
 
+/* Of matrices that are stored as they were trained: in the recognised graph. */
+static eg_status write_codes(egi_merge *merge, const char *path) {
+  uint32_t count;
+  EG_TRY(egi_merge_open(merge, true));
+  EG_TRY(egi_merge_codes(merge));
+  EG_TRY(spell_out(merge, merge->graph));
+  EG_TRY(egi_graph_tidy(merge->graph));
+  EG_TRY(egi_graph_call_bodies(merge->graph, EGI_BODIES_OWN, &count));
+  return egi_module_export(merge->module, merge->graph, path);
+}
+
 static eg_status write_merged(egi_merge *merge, const char *path) {
   bool is_in_place;
   uint32_t count;
@@ -289,7 +300,8 @@ eg_status egi_export_merged(egi_export *export_, const char *path) {
   if (merge.dtype == EG_DTYPE_UNDEFINED) merge.dtype = EG_DTYPE_F32;
   EG_TRY(egi_export_path(export_, path, ".onnx", "model.onnx", &path));
   EG_TRY(egi_export_check(export_, path));
-  eg_status status = write_merged(&merge, path);
+  bool is_coded = export_->adapters.config.qat.weights != NULL;
+  eg_status status = is_coded ? write_codes(&merge, path) : write_merged(&merge, path);
   egi_merge_close(&merge);
   return status;
 }

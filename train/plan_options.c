@@ -34,6 +34,11 @@ void egi_trainer_plan_options(const eg_trainer *trainer, egi_text *out) {
     add_flag(out, "double_quant", o->double_quant != 0);
     add_flag(out, "quant_head", o->quant_head != 0);
   }
+  const egi_qat_record *qat = &trainer->adapters.config.qat;
+  if (qat->weights != NULL) {
+    egi_text_format(out, ", \"qat\": \"%s\", \"qat_block\": %" PRId64, qat->weights, qat->block);
+    add_flag(out, "qat_symmetric", qat->is_symmetric);
+  }
   egi_text_format(out, ", \"optimizer\": \"%s\"", o->optimizer == EG_OPTIMIZER_ADAMW_8BIT ? "adamw8bit" : "adamw");
   egi_text_format(out, ", \"moe_dispatch\": \"%s\"", o->moe_dispatch == EG_MOE_LOOP ? "loop" : "fused");
   add_flag(out, "single_buffer", o->single_buffer != 0);

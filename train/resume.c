@@ -158,6 +158,10 @@ static void add_settings(const eg_trainer *trainer, egi_text *text) {
   egi_text_format(text, "optimizer=%d\nmoment_floor=%d\n", (int)o->optimizer, o->no_moment_floor == 0);
   egi_text_format(text, "quant=%d\nquant_block=%" PRIu32 "\ndouble_quant=%d\nquant_head=%d\n", (int)o->quant,
                   o->quant_block, o->double_quant != 0, o->quant_head != 0);
+  const egi_qat_record *qat = &trainer->adapters.config.qat;
+  if (qat->weights != NULL)
+    egi_text_format(text, "qat=%s\nqat_block=%" PRId64 "\nqat_symmetric=%d\n", qat->weights, qat->block,
+                    qat->is_symmetric);
   egi_text_format(text, "weight_decay=%.17g\nbeta1=%.17g\nbeta2=%.17g\nepsilon=%.17g\nclip=%.17g\n", o->weight_decay,
                   o->beta1, o->beta2, o->epsilon, o->clip);
   egi_text_format(text, "loss=%d\npooling=%d\nsimilarity_scale=%.17g\nlora_plus=%.17g\n", (int)trainer->objective.loss,

@@ -12,7 +12,8 @@ static eg_status cache_keys(const eg_runner *runner, egi_machine *machine) {
 }
 
 static eg_status adapt(eg_runner *runner, egi_machine *machine, const egi_peft *peft) {
-  static const char *const names[] = {"quantize_base", "graft_adapters", "eliminate_common", "eliminate_dead"};
+  static const char *const names[] = {"quantize_base", "fake_quantize", "graft_adapters", "eliminate_common",
+                                      "eliminate_dead"};
   egi_adapters adapters = {.count = 0};
   if (peft != NULL) EG_TRY(egi_adapters_from_peft(machine->graph, peft, &runner->arena, &adapters));
   egi_adapt_options options = {.adapters = adapters.targets,
@@ -22,6 +23,7 @@ static eg_status adapt(eg_runner *runner, egi_machine *machine, const egi_peft *
   EG_TRY(egi_quantise_options_make(runner->ctx, runner->options.quant, runner->options.quant_block,
                                    runner->options.double_quant, &options.quantise));
   options.quantise.has_head = runner->options.quant_head != 0;
+  EG_TRY(egi_fake_options_make(runner->ctx, &adapters.config.qat, &options.fake));
   if (options.quantise.is_wanted && runner->options.dtype != EG_DTYPE_F32)
     return egi_fail(runner->ctx, EG_ERROR_UNSUPPORTED, "quantised matrices need activations in float32");
   if (peft != NULL || options.quantise.is_wanted)

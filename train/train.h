@@ -196,6 +196,10 @@ void egi_machine_close(egi_machine *machine);
 /* EG_ERROR_ARGUMENT for a block that is no power of two from 32 to 4096. `has_head` is the caller's to set. */
 eg_status egi_quantise_options_make(eg_context *ctx, eg_quant quant, uint32_t block, int is_nested,
                                     egi_quantise_options *out_options);
+/* qat.c: what the options ask for, and what fake_quantize is told of it. */
+eg_status egi_qat_record_make(eg_context *ctx, const eg_trainer_options *options, egi_qat_record *out_record);
+eg_status egi_fake_options_make(eg_context *ctx, const egi_qat_record *record, egi_fake_options *out_options);
+bool egi_qat_is_same(const egi_qat_record *a, const egi_qat_record *b);
 eg_status egi_run_passes(egi_graph *graph, const char *const *names, size_t n_names, const egi_adapt_options *adapt);
 
 /* What is learned; `loss` is never EG_LOSS_AUTO once it has been chosen. */
@@ -250,6 +254,9 @@ typedef struct egi_adapters {
 /* New ones on the linear layers of `graph` that the options name; a name that matches nothing is an error. */
 eg_status egi_adapters_choose(const egi_graph *graph, const eg_trainer_options *options, egi_arena *arena,
                               egi_adapters *out_adapters);
+/* qat.c: config.qat, of the options or of the adapter that is continued (NULL: none). */
+eg_status egi_qat_settle(eg_context *ctx, const eg_trainer_options *options, const egi_peft *peft,
+                         egi_adapters *adapters);
 /* Adds adapters on the experts that `parameters` names ("mlp.experts.gate_up_proj,…"; NULL or "none": none). */
 eg_status egi_adapters_choose_experts(const egi_graph *graph, const char *parameters, egi_arena *arena,
                                       egi_adapters *adapters);
@@ -545,6 +552,12 @@ bool egi_expert_has_part(const egi_expert_parameter *expert, egi_expert_part par
 /* The part of a target that has it, its B times `factor`. */
 eg_status egi_expert_lora_read(const egi_export *export_, size_t index, egi_expert_part part, double factor,
                                egi_arena *arena, egi_expert_lora *out_lora);
+/* The Linear becomes `product`, of com.microsoft, of whose row only inputs, attributes and op_name count; its bias is
+ * added behind. Its result keeps name and type. */
+eg_status egi_export_product(egi_graph *graph, egi_node_id linear, const egi_node *product);
+/* export_codes.c: each Linear of a graph of the store's module whose weight a FakeQuantize rounds becomes MatMulNBits
+ * or MatMulBnb4 of those codes. */
+eg_status egi_export_codes(egi_graph *graph, egi_store *store);
 
 /* export_target.c: the graph that is changed and written. */
 typedef struct egi_export_target {
@@ -595,6 +608,8 @@ eg_status egi_merge_decode(const egi_merge *merge, const egi_linear *linear, egi
                            bool *out_is_out_first);
 /* The mixture of the two parameters at `experts` computes with stacks of floats from now on. */
 eg_status egi_merge_decode_experts(egi_merge *merge, const egi_expert_parameter *experts);
+/* export_codes.c: the graph of an adapter that was trained for codes. */
+eg_status egi_merge_codes(egi_merge *merge);
 /* Adapters on experts: the stacks of Hugging Face's model take the place of what the graph has. */
 eg_status egi_merge_experts(egi_merge *merge);
 /* Modules that were trained whole: their tensors take the place of the graph's weights. */

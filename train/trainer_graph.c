@@ -116,7 +116,7 @@ static bool has_dropout(const egi_graph *graph) {
 
 eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
   static const char *const prepare_passes[] = {"quantize_base", "append_loss", "key_dropout"};
-  static const char *const graft_passes[] = {"graft_adapters", "eliminate_dead"};
+  static const char *const graft_passes[] = {"fake_quantize", "graft_adapters", "eliminate_dead"};
   egi_machine *machine = &trainer->machine;
   if (egi_graph_find_value(machine->graph, EGI_INPUT_LABELS) != 0)
     return egi_fail(trainer->ctx, EG_ERROR_ARGUMENT,
@@ -125,6 +125,7 @@ eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
   EG_TRY(choose_objective(trainer));
   EG_TRY(egi_machine_pack(machine, trainer->options.packing, trainer->objective.loss, trainer->options.tokens));
   EG_TRY(choose_adapters(trainer, peft));
+  EG_TRY(egi_qat_settle(trainer->ctx, &trainer->options, peft, &trainer->adapters));
   egi_adapt_options adapt = {.adapters = trainer->adapters.targets,
                              .n_adapters = trainer->adapters.count,
                              .modules = trainer->adapters.config.modules,
@@ -139,6 +140,7 @@ eg_status egi_trainer_build(eg_trainer *trainer, const egi_peft *peft) {
   EG_TRY(egi_quantise_options_make(trainer->ctx, trainer->options.quant, trainer->options.quant_block,
                                    trainer->options.double_quant, &adapt.quantise));
   adapt.quantise.has_head = trainer->options.quant_head != 0;
+  EG_TRY(egi_fake_options_make(trainer->ctx, &trainer->adapters.config.qat, &adapt.fake));
   EG_TRY(egi_run_passes(machine->graph, prepare_passes, EGI_COUNT(prepare_passes), &adapt));
   EG_TRY(egi_adapters_decompose(machine, &trainer->options, trainer->is_planned_only, &trainer->adapters));
   EG_TRY(egi_run_passes(machine->graph, graft_passes, EGI_COUNT(graft_passes), &adapt));

@@ -262,8 +262,10 @@ static eg_status replace_weight(const eg_trainer *trainer, egi_graph *graph, con
   uint32_t added;
   if (state == NULL)
     return egi_fail(trainer->ctx, EG_ERROR_INTERNAL, "parameter \"%s\" was not trained", parameter->name);
+  bool is_coded = trainer->adapters.config.qat.weights != NULL; /* codes are of all digits */
+  if (is_coded) weight.dtype = EG_DTYPE_F32;
   EG_TRY(read_weight(trainer, state, &module->arena, &weight));
-  if (is_sole_owner(graph, parameters, n, index)) {
+  if (!is_coded && is_sole_owner(graph, parameters, n, index)) {
     module->weights[parameter->weight].bytes = weight.bytes;
     return EG_OK;
   }
@@ -283,22 +285,39 @@ static bool is_in_place(const egi_graph *own, const egi_graph *graph, const egi_
   return true;
 }
 
+/* In float32, as it was trained, with its matrices as codes. */
+static eg_status store_codes(const eg_trainer *trainer, egi_graph *graph) {
+  static const char *const names[] = {"fake_quantize"};
+  egi_adapt_options adapt = {.is_full = true};
+  egi_store *store;
+  EG_TRY(egi_fake_options_make(trainer->ctx, &trainer->adapters.config.qat, &adapt.fake));
+  EG_TRY(egi_run_passes(graph, names, EGI_COUNT(names), &adapt));
+  EG_TRY(egi_store_create(trainer->ctx, graph->module, egi_backend_cpu(), &store));
+  eg_status status = egi_export_codes(graph, store);
+  egi_store_destroy(store);
+  return status;
+}
+
 /* A graph with the trained weights: the model's own where nothing but their bytes differs, else a copy that is
  * canonical and named as for training, in its own types. */
 static eg_status write_weights(const eg_trainer *trainer, egi_module *module, egi_graph **out_graph) {
   static const egi_pipeline_options options;
   static const char *const clean[] = {"eliminate_dead"};
+  static const char *const widen[] = {"widen_floats", "eliminate_common", "eliminate_dead"};
+  bool is_coded = trainer->adapters.config.qat.weights != NULL;
   egi_graph *own = module->graphs[0], *graph;
   egi_parameter *parameters;
   size_t n;
   EG_TRY(egi_module_copy_graph(module, own, "trained", &graph));
   EG_TRY(egi_passes_run_stage(graph, EGI_STAGE_CANONICALISE, &options));
   EG_TRY(egi_passes_run_stage(graph, EGI_STAGE_RECOGNISE, &options));
+  if (is_coded) EG_TRY(egi_passes_run(graph, widen, EGI_COUNT(widen), &options, NULL));
   EG_TRY(egi_stack_experts(graph));
   EG_TRY(egi_find_parameters(graph, &module->arena, &parameters, &n));
-  *out_graph = is_in_place(own, graph, parameters, n) ? own : graph;
+  *out_graph = !is_coded && is_in_place(own, graph, parameters, n) ? own : graph;
   for (size_t i = 0; i < n; i++) EG_TRY(replace_weight(trainer, graph, parameters, n, i));
   if (*out_graph == own) return EG_OK;
+  if (is_coded) EG_TRY(store_codes(trainer, graph));
   EG_TRY(egi_passes_run(graph, clean, 1, &options, NULL));
   return egi_graph_tidy(graph);
 }

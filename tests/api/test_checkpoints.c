@@ -166,6 +166,17 @@ static void adapters_of_experts_are_made_again(void **state) {
   sweep(*state, "qwen3_moe/model.torchscript-op17-eager-all.onnx", options, 2);
 }
 
+/* Rounded matrices are made again, merged with their adapters or not, and round to the same codes. */
+static void rounded_matrices_are_made_again(void **state) {
+  static const eg_qat kinds[] = {EG_QAT_INT4, EG_QAT_INT8, EG_QAT_NF4};
+  for (size_t i = 0; i < EGI_COUNT(kinds); i++) {
+    eg_trainer_options options = options_of(128, 2);
+    options.qat = kinds[i];
+    options.full = i == 1;
+    sweep(*state, "llama/model.dynamo-op23-sdpa.onnx", options, 4);
+  }
+}
+
 /* Codes are turned to numbers again with the products that read them. */
 static void quantised_layers_are_made_again(void **state) {
   eg_trainer_options options = options_of(128, 1);
@@ -316,6 +327,7 @@ int main(void) {
   const struct CMUnitTest tests[] = {TEST(budgets_are_held_by_a_dense_model),
                                      TEST(budgets_are_held_by_a_model_of_experts),
                                      TEST(adapters_of_experts_are_made_again),
+                                     TEST(rounded_matrices_are_made_again),
                                      TEST(quantised_layers_are_made_again),
                                      TEST(dropout_is_made_again),
                                      TEST(plain_operators_are_made_again),

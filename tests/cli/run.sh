@@ -76,10 +76,11 @@ printf '{"rank": {"a": 1}}' >settings.json
 bad 2 'rank' train model.onnx --data data.jsonl --out run --config settings.json
 
 # ---- options of other versions: named, never ignored ----
-for option in '--loss dpo' '--neftune 5' '--qat int4'; do
+for option in '--loss dpo' '--neftune 5'; do
   # shellcheck disable=SC2086 # option and value
   bad 1 "$option is not in this version" train model.onnx --data data.jsonl --out run $option
 done
+bad 1 'int4 in blocks of 48 numbers' train model.onnx --data data.jsonl --out run --qat int4 --qat-block 48
 bad 1 'no parameter of experts is named "a.b": the model has no experts' train model.onnx --data data.jsonl --out run \
   --target-parameters a.b
 bad 1 'no linear layer is named "x"' train model.onnx --data data.jsonl --out run --exclude x

@@ -170,6 +170,18 @@ class Comparison:
         self.hold("onnx_adapter", f"{self.scratch}/a.onnx", adapted, tolerance, options)
 
 
+    def check_codes(self):
+        """Adapters trained for codes: the merged model holds those, and computes what training computed."""
+        merged = f"{self.scratch}/merged.onnx"
+        for kind, product in (("int4", "MatMulNBits"), ("int8", "MatMulNBits"), ("nf4", "MatMulBnb4")):
+            train_adapter(self.engraft, self.path, self.scratch, "--qat", kind)
+            self.export("merged", merged)
+            if not any(node.op_type == product for node in onnx.load(merged).graph.node):
+                raise RuntimeError(f"trained for {kind}, the merged model has no {product}")
+            adapted = self.logits(self.path, "--adapter", f"{self.scratch}/adapter")
+            self.hold(f"trained for {kind}", merged, adapted, TOLERANCE)
+
+
 def check(engraft, path, scratch):
     structure, told = structure_of(engraft, path), []
     kinds = [[]] + ([["--targets", "q_proj", "--target-parameters", EXPERTS]] if structure["experts"] else [])
@@ -178,6 +190,8 @@ def check(engraft, path, scratch):
         comparison = Comparison(engraft, path, scratch, structure)
         comparison.told.append(("experts: " if more else "") + check_gguf(engraft, path, scratch, structure))
         comparison.check_formats()
+        if not more and "int4" not in path:
+            comparison.check_codes()
         told += comparison.told
     return ", ".join(told)
 

@@ -76,6 +76,55 @@ static void nothing_is_quantised_unasked(void **state) {
   pass_expect(fixture, "%1 = Linear(x, w)\n-> y=%1\n");
 }
 
+/* ---- fake_quantize ---------------------------------------------------------------------------------------------- */
+
+#define INT4 "FakeQuantize<storage=nbits><block_size=16><bits=4><symmetric=1>"
+#define INT8 "FakeQuantize<storage=nbits><block_size=0><bits=8><symmetric=1>"
+
+/* A layer of two modules and one of one: adapters go inside the rounding, rows of a module without one stay; what goes
+ * in is rounded where that is wanted, and the head is left alone. */
+static void adapters_are_rounded_with_their_matrix(void **state) {
+  pass_fixture *fixture = *state;
+  const egi_adapter_target adapters[2] = {{.path = "a.k_proj", .rank = 1, .scale = 2.0},
+                                          {.path = "b", .rank = 2, .scale = 0.5}};
+  const egi_adapt_options adapt = {.adapters = adapters,
+                                   .n_adapters = 2,
+                                   .fake = {.is_wanted = true,
+                                            .has_activations = true,
+                                            .weights = {.is_symmetric = true, .bits = 4, .block = 16},
+                                            .activations = {.is_symmetric = true, .bits = 8}}};
+  pass_graph(fixture,
+             "(int64[batch,sequence] input_ids) => (float[batch,sequence,3] logits)\n"
+             "<float[5,2] t = {1,2,3,4,5,6,7,8,9,0}, float[5,2] w = {1,2,3,4,5,6,7,8,9,0}, float[2,2] v = {1,2,3,4},\n"
+             " float[3,2] h = {1,2,3,4,5,6}, int64[2] sizes = {3,2}>\n"
+             "{ [\"/embed/Gather\"] x = Gather (t, input_ids)\n"
+             "  [\"/a/qkv/Linear\"] both = engraft.Linear <parts = \"q_proj k_proj\"> (x, w)\n"
+             "  q, k = Split <axis = -1> (both, sizes)  [\"/b/Linear\"] b = engraft.Linear (k, v)\n"
+             "  [\"/head/Linear\"] logits = engraft.Linear (b, h) }");
+  pass_run(fixture, "fake_quantize,fake_quantize,graft_adapters,eliminate_dead", &adapt);
+  pass_expect(fixture,
+              "%1 = Gather(t, input_ids)\n%2 = " INT8 "(%1)\n%3 = Slice(w, {0}, {3}, {0})\n"
+              "%4 = Slice(w, {3}, {5}, {0})\n"
+              "%5 = AddMatMul<alpha=2>(%4, base_model.model.a.k_proj.lora_B.weight, "
+              "base_model.model.a.k_proj.lora_A.weight)\n%6 = Concat<axis=0>(%3, %5)\n%7 = " INT4 "(%6)\n"
+              "%8 = Linear<parts=q_proj k_proj>(%2, %7)\n%9, %10 = Split<axis=-1>(%8, {3,2})\n%11 = " INT8 "(%10)\n"
+              "%12 = AddMatMul<alpha=0.5>(v, base_model.model.b.lora_B.weight, base_model.model.b.lora_A.weight)\n"
+              "%13 = " INT4 "(%12)\n%14 = Linear(%11, %13)\n%15 = Linear(%14, h)\n-> logits=%15\n");
+}
+
+static void only_plain_layers_are_rounded(void **state) {
+  pass_fixture *fixture = *state;
+  const egi_adapt_options adapt = {
+      .is_full = true, .fake = {.is_wanted = true, .weights = {.is_symmetric = true, .bits = 4, .block = 16}}};
+  pass_graph(fixture, "(int64[batch,sequence] input_ids) => (float[batch,sequence,3] logits)\n"
+                      "<float[5,2] t = {1,2,3,4,5,6,7,8,9,0}, float[2,2] v = {1,2,3,4}, float[3,2] h = {1,2,3,4,5,6}>\n"
+                      "{ [\"/embed/Gather\"] x = Gather (t, input_ids)  [\"/b/Linear\"] b = engraft.Linear (x, v)\n"
+                      "  [\"/head/Linear\"] logits = engraft.Linear (b, h) }");
+  pass_run(fixture, "fake_quantize,graft_adapters,eliminate_dead", &adapt);
+  pass_expect(fixture, "%1 = Gather(embed.weight, input_ids)\n%2 = " INT4 "(b.weight)\n%3 = Linear(%1, %2)\n"
+                       "%4 = Linear(%3, head.weight)\n-> logits=%4\n");
+}
+
 /* ---- relative positions ------------------------------------------------------------------------------------------ */
 
 /* Scores picked out of queries times `positions`, beside queries times keys. */
@@ -414,7 +463,8 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       TEST(narrow_arithmetic_becomes_wide),     TEST(a_linear_head_joins_the_loss),
       TEST(frozen_matrices_become_codes),       TEST(a_head_becomes_codes_when_asked_for),
-      TEST(nothing_is_quantised_unasked),       TEST(positions_that_were_computed_are_refused),
+      TEST(nothing_is_quantised_unasked),       TEST(adapters_are_rounded_with_their_matrix),
+      TEST(only_plain_layers_are_rounded),      TEST(positions_that_were_computed_are_refused),
       TEST(a_gemm_over_rows_joins_the_loss),    TEST(capped_logits_stay),
       TEST(an_adapter_keeps_the_head),          TEST(unfit_logits_are_refused),
       TEST(adapters_stand_beside_their_layers), TEST(frozen_adapters_have_no_gradients),

@@ -622,7 +622,8 @@ static void rules_agree_with_differences(void **state) {
 
 static void every_rule_has_a_case(void **state) {
   pass_fixture *fixture = *state;
-  bool is_covered[EGI_OP_COUNT] = {false};
+  bool is_covered[EGI_OP_COUNT] = {[EGI_OP_FakeQuantize] =
+                                       true}; /* its gradient is not that of its steps, by intent: api/test_qat.c */
   for (size_t i = 0; i < EGI_COUNT(cases); i++) {
     pass_graph(fixture, cases[i].graph);
     for (egi_node_id id = 1; id < fixture->graph->n_nodes; id++) is_covered[fixture->graph->nodes[id].op] = true;
