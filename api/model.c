@@ -41,6 +41,11 @@ static eg_status make_model(eg_context *ctx, egi_onnx *file, eg_model **out_mode
   *model = (eg_model){.ctx = ctx, .references = 1, .module = module};
   egi_arena_init(&model->arena, ctx, EGI_PURPOSE_GRAPH);
   egi_context_retain(ctx);
+  status = egi_shared_weights_create(ctx, module, &model->shared);
+  if (status != EG_OK) {
+    egi_model_release(model);
+    return status;
+  }
   *out_model = model;
   return EG_OK;
 }

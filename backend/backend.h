@@ -149,6 +149,13 @@ typedef struct egi_store egi_store;
 eg_status egi_store_create(eg_context *ctx, const egi_module *module, const egi_backend *backend,
                            egi_store **out_store);
 void egi_store_destroy(egi_store *store);
+/* Weights that are made or copied when they are loaded, shared by stores over clones of a module (shared_weights.c). It
+ * outlives these stores; all of it is used by one thread at a time. */
+typedef struct egi_shared_weights egi_shared_weights;
+eg_status egi_shared_weights_create(eg_context *ctx, const egi_module *module, egi_shared_weights **out_shared);
+void egi_shared_weights_destroy(egi_shared_weights *shared);
+/* Before the first weight is loaded; the store's module is a clone of that one. */
+void egi_store_share(egi_store *store, egi_shared_weights *shared);
 /* Makes one weight resident (EG_ERROR_MEMORY, _IO). Called by the planner for the weights that a plan uses. */
 eg_status egi_store_load(egi_store *store, uint32_t weight, void **out_data);
 /* Allocates the pools, zeroed, and fills PARAMETERS of states that come from a weight. */

@@ -4,11 +4,13 @@
 #include <math.h>
 
 #include "backend/plan.h"
+#include "backend/shared_weights.h"
 
 typedef struct resident {
   void *data;
   uint64_t owned_bytes; /* allocated for it; 0: the bytes lie where the module has them */
   bool is_owned;
+  uint32_t place; /* among the shared ones, or 0 */
 } resident;
 
 struct egi_store {
@@ -17,7 +19,8 @@ struct egi_store {
   const egi_backend *backend;
   egi_device *device;
   egi_arena arena;
-  resident *weights; /* by index in the module */
+  egi_shared_weights *shared; /* NULL: none */
+  resident *weights;          /* by index in the module */
   uint32_t n_weights, weights_capacity;
   uint64_t quantised_bytes, all_quantised_bytes; /* of matrices, as they lie in the file: done so far, and in all */
   double quantised_seconds;
@@ -190,8 +193,10 @@ void egi_store_destroy(egi_store *store) {
   const egi_backend *backend = store->backend;
   for (uint32_t i = 0; i < store->n_weights; i++) {
     const resident *weight = &store->weights[i];
-    if (!weight->is_owned) continue;
-    backend->release(store->device, EGI_PURPOSE_WEIGHTS, weight->data, (size_t)weight->owned_bytes);
+    uint64_t size_bytes = weight->owned_bytes;
+    bool is_owned =
+        weight->place != 0 ? egi_shared_weights_drop(store->shared, weight->place, &size_bytes) : weight->is_owned;
+    if (is_owned) backend->release(store->device, EGI_PURPOSE_WEIGHTS, weight->data, (size_t)size_bytes);
   }
   for (unsigned pool = 0; pool < EGI_POOL_COUNT; pool++) {
     if (store->pools[pool] == NULL) continue;
@@ -201,6 +206,10 @@ void egi_store_destroy(egi_store *store) {
   egi_arena_clear(&store->arena);
   egi_release(ctx, EGI_PURPOSE_GRAPH, store, sizeof(*store));
   egi_context_release(ctx);
+}
+
+void egi_store_share(egi_store *store, egi_shared_weights *shared) {
+  store->shared = shared;
 }
 
 bool egi_weight_is_in_place(const egi_backend *backend, const egi_weight *weight) {
@@ -281,7 +290,7 @@ static eg_status fill_quantised(egi_store *store, const egi_quantisation *q, con
 
 /* All tensors of a matrix at once. */
 static eg_status load_quantised(egi_store *store, const egi_quantisation *q) {
-  resident rooms[EGI_QUANTISED_PARTS] = {{NULL, 0, false}};
+  resident rooms[EGI_QUANTISED_PARTS] = {{NULL, 0, false, 0}};
   egi_quantised_memory memory = {{NULL}};
   eg_status status = make_quantised_room(store, q, rooms, &memory);
   if (status == EG_OK) status = fill_quantised(store, q, &memory);
@@ -304,6 +313,56 @@ static eg_status grow_weights(egi_store *store, uint32_t weight) {
   return EG_OK;
 }
 
+/* ---- shared weights ---- */
+
+/* What another store has made already. */
+static eg_status take_shared(egi_store *store, uint32_t weight, uint32_t *out_place) {
+  const egi_weight *row = &store->module->weights[weight];
+  *out_place = 0;
+  if (store->shared == NULL || egi_weight_is_in_place(store->backend, row)) return EG_OK;
+  EG_TRY(egi_shared_weights_find(store->shared, store->backend, row, out_place));
+  if (*out_place == 0) return EG_OK;
+  void *data = egi_shared_weights_take(store->shared, *out_place);
+  if (data != NULL) store->weights[weight] = (resident){.data = data, .place = *out_place};
+  return EG_OK;
+}
+
+/* From now on others may read it, on streams of their own. */
+static eg_status give_shared(egi_store *store, uint32_t weight, uint32_t place) {
+  resident *entry = &store->weights[weight];
+  if (place == 0 || entry->place != 0 || !entry->is_owned) return EG_OK;
+  if (!store->backend->is_host) EG_TRY(store->backend->synchronize(store->device));
+  egi_shared_weights_put(store->shared, place, entry->data, entry->owned_bytes);
+  entry->place = place;
+  entry->is_owned = false;
+  return EG_OK;
+}
+
+/* The tensors of a matrix are taken or made together. */
+static eg_status load_matrix(egi_store *store, const egi_quantisation *q) {
+  uint32_t places[EGI_QUANTISED_PARTS] = {0};
+  bool is_taken = true;
+  for (unsigned part = 0; part < EGI_QUANTISED_PARTS; part++) {
+    uint32_t weight = q->weights[part];
+    if (weight == 0) continue;
+    EG_TRY(take_shared(store, weight, &places[part]));
+    is_taken = is_taken && store->weights[weight].data != NULL;
+  }
+  if (is_taken) return EG_OK;
+  EG_TRY(load_quantised(store, q));
+  for (unsigned part = 0; part < EGI_QUANTISED_PARTS; part++)
+    if (q->weights[part] != 0) EG_TRY(give_shared(store, q->weights[part], places[part]));
+  return EG_OK;
+}
+
+static eg_status load_alone(egi_store *store, uint32_t weight) {
+  uint32_t place = 0;
+  EG_TRY(take_shared(store, weight, &place));
+  if (store->weights[weight].data != NULL) return EG_OK;
+  EG_TRY(load(store, &store->module->weights[weight], &store->weights[weight]));
+  return give_shared(store, weight, place);
+}
+
 eg_status egi_store_load(egi_store *store, uint32_t weight, void **out_data) {
   if (weight == 0 || weight >= store->module->n_weights) {
     return egi_fail(store->ctx, EG_ERROR_INTERNAL, "weight %" PRIu32 " is not in the module", weight);
@@ -313,7 +372,7 @@ eg_status egi_store_load(egi_store *store, uint32_t weight, void **out_data) {
   EG_TRY(grow_weights(store, store->module->n_weights - 1));
   resident *entry = &store->weights[weight];
   if (entry->data == NULL)
-    EG_TRY(is_quantised ? load_quantised(store, row->bytes.quantisation) : load(store, row, entry));
+    EG_TRY(is_quantised ? load_matrix(store, row->bytes.quantisation) : load_alone(store, weight));
   *out_data = entry->data;
   return EG_OK;
 }

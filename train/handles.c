@@ -10,6 +10,7 @@ void egi_model_retain(eg_model *model) {
 void egi_model_release(eg_model *model) {
   if (model == NULL || --model->references > 0) return;
   eg_context *ctx = model->ctx;
+  egi_shared_weights_destroy(model->shared);
   egi_module_destroy(model->module);
   if (model->report != NULL) egi_release(ctx, EGI_PURPOSE_GRAPH, model->report, strlen(model->report) + 1);
   egi_arena_clear(&model->arena);

@@ -52,6 +52,7 @@ static eg_status prepare(egi_machine *machine, const eg_model *model, const char
   memset(machine, 0, sizeof *machine);
   machine->ctx = model->ctx;
   machine->dtype = dtype;
+  machine->shared = model->shared;
   EG_TRY(find_device(model->ctx, device, dtype, &machine->backend));
   return prepare_graph(machine, model, dtype, is_general);
 }
@@ -113,6 +114,7 @@ eg_status egi_machine_pack(egi_machine *machine, eg_packing packing, eg_loss los
 
 eg_status egi_machine_allocate(egi_machine *machine) {
   EG_TRY(egi_store_create(machine->ctx, machine->module, machine->backend, &machine->store));
+  egi_store_share(machine->store, machine->shared);
   EG_TRY(egi_store_make_pools(machine->store));
   return egi_scratch_create(machine->ctx, machine->store, &machine->scratch);
 }

@@ -17,9 +17,10 @@
 struct eg_model {
   eg_context *ctx;
   unsigned references;
-  egi_module *module; /* canonical graph in graphs[0] */
-  char *report;       /* JSON of the last rewrite */
-  egi_arena arena;    /* of the host's passes and rules */
+  egi_module *module;         /* canonical graph in graphs[0] */
+  egi_shared_weights *shared; /* of all that runs the module; NULL: nothing is shared */
+  char *report;               /* JSON of the last rewrite */
+  egi_arena arena;            /* of the host's passes and rules */
   egi_pass_info *own_passes;
   uint32_t n_own_passes, own_passes_capacity;
 };
@@ -177,6 +178,7 @@ typedef struct egi_machine {
   eg_dtype dtype; /* of activations; EG_DTYPE_UNDEFINED: as in the file */
   egi_store *store;
   egi_scratch *scratch;
+  egi_shared_weights *shared; /* the model's */
 } egi_machine;
 /* Clones, canonicalises, recognises, widens (not for EG_DTYPE_UNDEFINED: types stay as in the file).
  * EG_ERROR_UNSUPPORTED for a device or type this build has not. */
