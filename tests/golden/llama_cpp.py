@@ -10,7 +10,8 @@ from safetensors.numpy import load_file
 library = ctypes.CDLL(xllamacpp.xllamacpp.__file__)
 FLOAT32 = 0
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
-                 "gpt_oss": "gpt-oss", "gpt2": "gpt2", "gemma3_text": "gemma3"}
+                 "gpt_oss": "gpt-oss", "gpt2": "gpt2", "gemma3_text": "gemma3", "mixtral": "llama", "phi3": "phi3",
+                 "smollm3": "smollm3", "gpt_neox": "gptneox"}
 
 
 class Options(ctypes.Structure):
@@ -97,10 +98,12 @@ def pairs(matrix, heads):
 def stack_experts(tensors, layers, experts):
     """Experts that the files keep apart, under the names of stacks."""
     for layer in range(layers):
-        for part in ("gate_proj", "up_proj", "down_proj"):
-            names = [f"model.layers.{layer}.mlp.experts.{e}.{part}.weight" for e in range(experts)]
+        for module in ("mlp.experts.#.gate_proj", "mlp.experts.#.up_proj", "mlp.experts.#.down_proj",
+                       "block_sparse_moe.experts.#.w1", "block_sparse_moe.experts.#.w3", "block_sparse_moe.experts.#.w2"):
+            stem = f"model.layers.{layer}.{module}.weight"
+            names = [stem.replace("#", str(e)) for e in range(experts)]
             if names and names[0] in tensors:
-                tensors[f"model.layers.{layer}.mlp.experts.{part}.weight"] = np.stack([tensors.pop(n) for n in names])
+                tensors[stem.replace(".#", "")] = np.stack([tensors.pop(n) for n in names])
 
 
 def part_experts(tensors):
@@ -138,6 +141,11 @@ def write_settings(writer, config, head_dim):
     writer.add_head_count(config.get("num_attention_heads", config.get("n_head")))
     if "n_embd" in config:
         writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+        return
+    if config["model_type"] == "gpt_neox":
+        writer.add_layer_norm_eps(config["layer_norm_eps"])
+        writer.add_parallel_residual(config["use_parallel_residual"])
+        writer.add_rope_dimension_count(int(rope.get("partial_rotary_factor", 0.25) * head_dim))
         return
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -177,14 +185,16 @@ def convert(folder, path):
     if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", rope_factors(config["rope_parameters"], head_dim))
     for name, value in tensors.items():
-        if name.endswith((".attn.bias", ".attn.masked_bias")):
+        if name.endswith((".attn.bias", ".attn.masked_bias", ".inv_freq")):
             continue
-        if architecture == "llama" and ".q_proj." in name:
+        if architecture in ("llama", "smollm3") and ".q_proj." in name:
             value = pairs(value, config["num_attention_heads"])
-        if architecture == "llama" and ".k_proj." in name:
+        if architecture in ("llama", "smollm3") and ".k_proj." in name:
             value = pairs(value, config["num_key_value_heads"])
         if architecture == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
             value = value.T
+        if architecture == "gptneox" and ".query_key_value." in name:
+            value = value.reshape(config["num_attention_heads"], 3, -1, *value.shape[1:]).swapaxes(0, 1).reshape(value.shape)
         if architecture == "gemma3" and name.endswith("norm.weight"):
             value = value + 1
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
