@@ -136,10 +136,12 @@ static eg_status graft(grafter *g, size_t index, const place *where, const egi_s
 /* A mixture takes the stacks of its adapter as inputs, laid out as PEFT's. */
 static eg_status graft_experts(grafter *g, const egi_expert_parameter *expert, const egi_safetensor tensors[2]) {
   eg_dtype own = g->target.graph->values[g->target.graph->nodes[expert->node].inputs[EGI_MOE_X]].dtype;
+  egi_emitter emit = {.graph = g->target.graph, .scope = expert->module}; /* the body asks for the stacks' sizes */
   egi_value_id stacks[2];
   for (int i = 0; i < 2; i++) {
     EG_TRY(add_input(g, expert->name, i, expert->n_experts, &tensors[i], &stacks[i]));
-    EG_TRY(cast(g, expert->name, &stacks[i], tensors[i].dtype, own));
+    if (tensors[i].dtype != own) stacks[i] = egi_emit_cast(&emit, stacks[i], own);
+    EG_TRY(emit.status);
   }
   return egi_graft_experts(g->target.graph, expert, stacks[0], stacks[1], 1.0);
 }

@@ -323,6 +323,33 @@ static bool holds(const egi_mapping *mapping, const void *bytes, size_t length) 
   return false;
 }
 
+/* A mixture in 16 bits: the stacks are cast, and the body, which asks for their sizes, knows them all the same. */
+static void test_onnx_adapter_narrow(void **state) {
+  api_fixture *fixture = *state;
+  char path[256];
+  egi_new_options made = {.dtype = EG_DTYPE_F16, .seed = 3};
+  egi_module *module;
+  eg_model *model;
+  api_write(fixture, "config.json",
+            "{\"model_type\":\"qwen3_moe\",\"hidden_size\":16,\"intermediate_size\":24,\"moe_intermediate_size\":8,"
+            "\"num_experts\":4,\"num_experts_per_tok\":2,\"num_hidden_layers\":1,\"num_attention_heads\":4,"
+            "\"num_key_value_heads\":2,\"head_dim\":4,\"vocab_size\":48,\"rms_norm_eps\":1e-5,"
+            "\"norm_topk_prob\":true,\"initializer_range\":0.2,\"hidden_act\":\"silu\"}");
+  api_must(fixture->ctx,
+           egi_huggingface_new(fixture->ctx, api_path(fixture, path, sizeof path, "config.json"), &made, &module));
+  api_must(fixture->ctx,
+           egi_module_export(module, module->graphs[0], api_path(fixture, path, sizeof path, "narrow.onnx")));
+  egi_module_destroy(module);
+  api_must(fixture->ctx, eg_model_load(fixture->ctx, path, NULL, &model));
+  trained t = train(fixture, model, "q_proj", GATE_UP "," DOWN);
+  eg_export_options options = EG_EXPORT_OPTIONS_INIT;
+  options.format = EG_EXPORT_ONNX_ADAPTER;
+  eg_model *base = export(fixture, &t, &options, "lora", "lora/model.onnx");
+  near(loss_of(fixture, base, t.dataset, (egi_evaluate_options){.adapter = NULL}), t.base_loss);
+  eg_model_destroy(base);
+  drop(&t);
+}
+
 static void test_gguf(void **state) {
   static const char *const names[] = {"blk.0.ffn_gate_exps.weight.lora_a", "blk.1.ffn_up_exps.weight.lora_b",
                                       "blk.1.ffn_down_exps.weight.lora_b"};
@@ -357,6 +384,7 @@ int main(void) {
       cmocka_unit_test_setup_teardown(test_apart_alone, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_stays_stacked, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_onnx_adapter, api_setup, api_teardown),
+      cmocka_unit_test_setup_teardown(test_onnx_adapter_narrow, api_setup, api_teardown),
       cmocka_unit_test_setup_teardown(test_gguf, api_setup, api_teardown),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
