@@ -67,9 +67,11 @@ typedef struct egi_device_facts {
   uint32_t n_devices;     /* of the backend, this one among them */
   int compute_capability; /* 10 * major + minor; 0: not of that kind */
   int n_multiprocessors;
-  int driver_version, toolkit_version; /* 1000 * major + 10 * minor */
-  bool is_unified;                     /* its memory is the host's */
-  uint64_t memory_bytes, free_bytes;   /* 0: not known */
+  int driver_version, toolkit_version;     /* 1000 * major + 10 * minor */
+  bool is_unified;                         /* its memory is the host's */
+  uint64_t memory_bytes, free_bytes;       /* 0: not known */
+  double flops_f32, flops_bf16, flops_f16; /* a second at the highest clock, products summed in f32; 0: not known */
+  double memory_bytes_per_s;
 } egi_device_facts;
 
 /* Numbers that are made: value, or value times a normal number of a stream under a seed, from element `first` on. */

@@ -415,8 +415,8 @@ struct eg_trainer_options {
   int double_quant;     /* 1: scales are codes of 8 bits themselves */
   const char *plan;     /* a file that eg_trainer_plan() wrote: shapes and what is kept, recomputed or offloaded are
                            those of the file; NULL: decided anew */
-  const char *device_description; /* JSON file: how fast the device is (docs/plan.md); NULL: a processor of no
-                                     particular kind */
+  const char *device_description; /* JSON file: how fast the device is (docs/plan.md); NULL: what its driver says; the
+                                     CPU: a processor of no particular kind */
   const char *target_parameters;  /* experts to put adapters on, "mlp.experts.gate_up_proj,mlp.experts.down_proj", each
                                      matched as PEFT does: the whole name or its end after a dot; NULL, "none": none */
   eg_moe_dispatch moe_dispatch;

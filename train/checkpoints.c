@@ -287,7 +287,9 @@ eg_status egi_trainer_checkpoint(eg_trainer *trainer, const egi_batches *batches
   search s = {.trainer = trainer, .batches = batches, .base = machine->module, .tiles = 1, .least = UINT64_MAX};
   uint64_t available = egi_memory_available();
   s.least_tiles = 1;
-  s.budget = trainer->options.memory_budget != 0 ? trainer->options.memory_budget : available;
+  s.budget = trainer->options.memory_budget != 0
+                 ? trainer->options.memory_budget
+                 : egi_device_available(trainer->ctx, machine->backend, &trainer->device);
   s.host_budget = host_budget(trainer, available);
   EG_TRY(find_sizes(&s, &trainer->arena));
   if (!trainer->is_decided) EG_TRY(choose(&s, &trainer->tiles, &trainer->rung));

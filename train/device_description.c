@@ -64,3 +64,39 @@ eg_status egi_device_description_read(eg_context *ctx, const char *path, egi_dev
   if (status == EG_OK) *out_device = device;
   return status;
 }
+
+/* What the driver says; the link and launches, of which it says nothing, are taken for those of PCIe 5 and a captured
+ * graph. */
+static void describe_facts(const egi_device_facts *facts, egi_device_description *out) {
+  (void)snprintf(out->name, sizeof out->name, "%.63s", facts->name);
+  if (facts->flops_f32 > 0.0) out->flops_f32 = facts->flops_f32;
+  if (facts->flops_bf16 > 0.0) out->flops_bf16 = facts->flops_bf16;
+  if (facts->flops_f16 > 0.0) out->flops_f16 = facts->flops_f16;
+  if (facts->memory_bytes_per_s > 0.0) out->memory_bytes_per_s = facts->memory_bytes_per_s;
+  out->to_host_bytes_per_s = out->to_device_bytes_per_s = 5e10;
+  out->memory_bytes = facts->memory_bytes;
+  out->launch_s = 2e-6;
+}
+
+eg_status egi_device_description_find(eg_context *ctx, const char *device, const char *path,
+                                      egi_device_description *out_device) {
+  const egi_backend *backend = NULL;
+  egi_device_facts facts;
+  EG_TRY(egi_backend_find(ctx, device, &backend));
+  egi_device_describe_cpu(out_device);
+  if (path != NULL) return egi_device_description_read(ctx, path, out_device);
+  if (backend->is_host) return EG_OK;
+  EG_TRY(backend->describe(ctx, 0, &facts));
+  describe_facts(&facts, out_device);
+  return EG_OK;
+}
+
+/* Beside what is planned a device holds staging, workspaces of libraries and captured courses. */
+uint64_t egi_device_available(eg_context *ctx, const egi_backend *backend, const egi_device_description *device) {
+  const uint64_t aside = UINT64_C(256) << 20;
+  egi_device_facts facts;
+  if (backend->is_host) return egi_memory_available();
+  uint64_t free_bytes = device->memory_bytes > 0 ? device->memory_bytes : UINT64_MAX;
+  if (backend->describe(ctx, 0, &facts) == EG_OK && facts.free_bytes < free_bytes) free_bytes = facts.free_bytes;
+  return free_bytes > aside ? free_bytes - aside : free_bytes;
+}

@@ -430,6 +430,11 @@ eg_status egi_batch_limits_make(const egi_inputs *inputs, uint32_t tokens, egi_b
 
 /* device_description.c: {"name", "flops_per_s": {"f32", "bf16", "f16"}, "memory_bytes_per_s", "to_host_bytes_per_s",
  * "to_device_bytes_per_s", "memory_bytes", "launch_s"}; what is left out is as in egi_device_describe_cpu(). */
+/* Of the device with the name that --device takes: what the file says, else what the driver does. */
+eg_status egi_device_description_find(eg_context *ctx, const char *device, const char *path,
+                                      egi_device_description *out_device);
+/* Bytes that may be planned there; UINT64_MAX where nobody says. */
+uint64_t egi_device_available(eg_context *ctx, const egi_backend *backend, const egi_device_description *device);
 eg_status egi_device_description_read(eg_context *ctx, const char *path, egi_device_description *out_device);
 /* plan_file.c: shapes and rung of options.plan; EG_ERROR_DATA says why the file does not fit. */
 eg_status egi_trainer_take_plan(eg_trainer *trainer, egi_batches *batches);

@@ -249,9 +249,7 @@ static eg_status fill(eg_trainer *trainer, const eg_trainer_options *options) {
   egi_peft *peft = NULL;
   EG_TRY(check_options(trainer->ctx, options));
   EG_TRY(copy_options(trainer, options));
-  egi_device_describe_cpu(&trainer->device);
-  if (options->device_description != NULL)
-    EG_TRY(egi_device_description_read(trainer->ctx, options->device_description, &trainer->device));
+  EG_TRY(egi_device_description_find(trainer->ctx, options->device, options->device_description, &trainer->device));
   if (options->init_adapter != NULL) EG_TRY(egi_peft_open(trainer->ctx, options->init_adapter, &peft));
   eg_status status = make(trainer, peft);
   /* The settings outlive the folder they were read from. */

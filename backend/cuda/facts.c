@@ -47,6 +47,29 @@ static eg_status count_devices(eg_context *ctx, uint32_t *out_count) {
   return EG_OK;
 }
 
+/* Results a clock cycle of one multiprocessor (CUDA programming guide, arithmetic instructions; the architectures'
+ * white papers for dense products on tensor cores): a multiplication and an addition are two. */
+typedef struct throughput {
+  int capability; /* and later ones up to the next row */
+  int f32, f16, bf16;
+} throughput;
+static const throughput throughputs[] = {{75, 128, 1024, 128},  {80, 128, 2048, 2048}, {86, 256, 512, 512},
+                                         {89, 256, 1024, 1024}, {90, 256, 4096, 4096}, {100, 256, 8192, 8192},
+                                         {120, 256, 1024, 1024}};
+
+static void set_speeds(int device, egi_device_facts *facts) {
+  double cycles = 1e3 * attribute(cudaDevAttrClockRate, device) * facts->n_multiprocessors;
+  for (size_t i = 0; i < EGI_COUNT(throughputs); i++) {
+    if (facts->compute_capability < throughputs[i].capability) break;
+    facts->flops_f32 = cycles * throughputs[i].f32;
+    facts->flops_f16 = cycles * throughputs[i].f16;
+    facts->flops_bf16 = cycles * throughputs[i].bf16;
+  }
+  /* two transfers a clock cycle */
+  facts->memory_bytes_per_s =
+      2e3 * attribute(cudaDevAttrMemoryClockRate, device) * (attribute(cudaDevAttrGlobalMemoryBusWidth, device) / 8.0);
+}
+
 eg_status egi_cuda_describe(eg_context *ctx, uint32_t index, egi_device_facts *out_facts) {
   uint32_t n = 0;
   size_t free_bytes = 0, all_bytes = 0;
@@ -60,6 +83,7 @@ eg_status egi_cuda_describe(eg_context *ctx, uint32_t index, egi_device_facts *o
                                   .n_multiprocessors = properties.multiProcessorCount,
                                   .is_unified = properties.integrated != 0,
                                   .memory_bytes = properties.totalGlobalMem};
+  set_speeds((int)index, out_facts);
   memcpy(out_facts->name, properties.name, sizeof out_facts->name - 1);
   (void)cudaDriverGetVersion(&out_facts->driver_version);
   (void)cudaRuntimeGetVersion(&out_facts->toolkit_version);
