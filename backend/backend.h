@@ -128,6 +128,8 @@ typedef struct egi_backend {
    * it. NULL on a host. */
   eg_status (*mark)(egi_device *device, unsigned mark);
   eg_status (*elapsed)(egi_device *device, unsigned first, unsigned second, double *out_seconds);
+  /* Names what the host gives the streams from here on for profilers, until NULL ends it. NULL: no profiler looks. */
+  void (*range)(const char *name);
   /* The device `index` of the machine; EG_ERROR_ARGUMENT when there are fewer. */
   eg_status (*describe)(eg_context *ctx, uint32_t index, egi_device_facts *out_facts);
 } egi_backend;

@@ -217,6 +217,17 @@ eg_status egi_session_run_step(struct egi_session *session, const egi_step *step
 const egi_plan *egi_session_plan(const struct egi_session *session);
 egi_device *egi_session_device(const struct egi_session *session);
 
+/* ranges.c: one walk over a list of steps. */
+typedef struct egi_range {
+  const egi_plan *plan;
+  void (*mark)(const char *name);
+  char name[160];
+  bool is_open, is_backward;
+} egi_range;
+void egi_range_begin(egi_range *range, const egi_plan *plan);
+void egi_range_step(egi_range *range, const egi_step *step);
+void egi_range_end(egi_range *range);
+
 /* load.c: weights to a device of its own, from where they lie, in pieces: host memory is bounded by a part that is
  * transposed, or decoded from MXFP4. */
 eg_status egi_load_weight(eg_context *ctx, const egi_backend *backend, egi_device *device, const egi_weight *weight,

@@ -186,27 +186,27 @@ eg_status egi_session_run_step(egi_session *session, const egi_step *step) {
   return status == EG_OK ? EG_OK : fail_step(session, step, status);
 }
 
-static eg_status run_list(egi_session *session, const egi_step_list *list) {
-  for (uint32_t s = 0; s < list->n_segments; s++) {
-    const egi_segment *segment = &list->segments[s];
-    for (uint32_t i = segment->first_step; i < segment->first_step + segment->n_steps; i++) {
-      const egi_step *step = &list->steps[i];
-      switch (step->kind) {
-      case EGI_STEP_RECORD:
-        EG_TRY(session->backend->record(session->device, step->stream, step->event));
-        break;
-      case EGI_STEP_WAIT:
-        EG_TRY(session->backend->wait(session->device, step->stream, step->event));
-        break;
-      case EGI_STEP_RUN:
-        EG_TRY(egi_session_run_step(session, step));
-        break;
-      default:
-        break;
-      }
-    }
+static eg_status run_step(egi_session *session, const egi_step *step, egi_range *range) {
+  switch (step->kind) {
+  case EGI_STEP_RECORD:
+    return session->backend->record(session->device, step->stream, step->event);
+  case EGI_STEP_WAIT:
+    return session->backend->wait(session->device, step->stream, step->event);
+  case EGI_STEP_RUN:
+    egi_range_step(range, step);
+    return egi_session_run_step(session, step);
+  default:
+    return EG_OK;
   }
-  return EG_OK;
+}
+
+static eg_status run_list(egi_session *session, const egi_step_list *list) {
+  egi_range range;
+  eg_status status = EG_OK;
+  egi_range_begin(&range, session->plan);
+  for (uint32_t i = 0; i < list->n_steps && status == EG_OK; i++) status = run_step(session, &list->steps[i], &range);
+  egi_range_end(&range);
+  return status;
 }
 
 /* A course that cannot be kept is walked each time. */

@@ -184,7 +184,7 @@ static eg_status check_budget(const eg_trainer *trainer) {
 
 /* ---- memory ---- */
 
-static eg_status allocate(eg_trainer *trainer, const egi_peft *peft) {
+static eg_status take_memory(eg_trainer *trainer, const egi_peft *peft) {
   egi_machine *machine = &trainer->machine;
   EG_TRY(egi_machine_allocate(machine));
   if (peft != NULL)
@@ -193,6 +193,26 @@ static eg_status allocate(eg_trainer *trainer, const egi_peft *peft) {
     EG_TRY(egi_adapters_initialise(machine, trainer->options.init, trainer->options.seed));
   EG_TRY(egi_lanes_open(&trainer->lanes, machine->store, machine->scratch));
   return egi_session_create(machine->store, trainer->optimizer_plan, machine->scratch, &trainer->optimizer_session);
+}
+
+/* A device that has less than was planned, since something else came to need it. */
+static eg_status allocate(eg_trainer *trainer, const egi_peft *peft) {
+  egi_trainer_memory all;
+  char reason[512];
+  uint64_t available = egi_device_available(trainer->ctx, trainer->machine.backend, &trainer->device);
+  eg_status status = take_memory(trainer, peft);
+  if (status != EG_ERROR_MEMORY || trainer->machine.backend->is_host) return status;
+  egi_trainer_bytes(trainer, &trainer->lanes, &all);
+  const char *name = all.weights >= all.states && all.weights >= all.transient ? "weights"
+                     : all.states >= all.transient                             ? "states"
+                                                                               : "activations and workspace";
+  uint64_t largest = all.weights > all.states ? all.weights : all.states;
+  if (all.transient > largest) largest = all.transient;
+  (void)snprintf(reason, sizeof reason, "%s", eg_context_error(trainer->ctx));
+  return egi_fail(trainer->ctx, status,
+                  "%s; planned are %" PRIu64 " bytes, of them %" PRIu64 " for %s; a memory budget of %" PRIu64
+                  " bytes would fit",
+                  reason, all.total, largest, name, available);
 }
 
 /* Whole passes over the data, micro-batch by micro-batch. */

@@ -150,6 +150,9 @@ static const egi_backend backend_cuda = {.name = "cuda",
                                          .fill = fill,
                                          .fetch = egi_cuda_fetch,
                                          .collect = egi_cuda_collect,
+#ifdef EGI_HAS_NVTX
+                                         .range = egi_cuda_range,
+#endif
                                          .generate = egi_cuda_generate,
                                          .encode = egi_cuda_encode,
                                          .begin_capture = egi_cuda_begin_capture,

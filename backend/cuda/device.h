@@ -75,6 +75,9 @@ void egi_cuda_forget_events(egi_device *device);
 /* facts.c: EG_ERROR_DEVICE for devices that no kernel is made for. */
 eg_status egi_cuda_check_capability(eg_context *ctx, const egi_device_facts *facts);
 
+/* ranges.c; only where the toolkit has NVTX. */
+void egi_cuda_range(const char *name);
+
 /* generate.cu */
 eg_status egi_cuda_generate(egi_device *device, const egi_generated *numbers, void *dst);
 eg_status egi_cuda_encode(egi_device *device, const egi_four_bit_run *run);

@@ -215,6 +215,34 @@ static void test_trainers_side_by_side(void **state) {
   eg_model_destroy(model);
 }
 
+/* Others hold nearly all of the device: that is said, with what was planned, and afterwards all is well. */
+static void test_memory_that_others_hold(void **state) {
+  api_fixture *fixture = *state;
+  eg_context *ctx = fixture->ctx;
+  eg_model *model = api_model(fixture, ctx);
+  eg_dataset *dataset = api_dataset(ctx, 3, 20);
+  eg_trainer_options options = options_of(PLAIN, "cuda");
+  const egi_backend *backend = NULL;
+  egi_device *device = NULL;
+  eg_trainer *trainer = NULL;
+  void *memory = NULL;
+  options.memory_budget = UINT64_MAX;
+  api_must(ctx, egi_backend_cuda(ctx, &backend));
+  api_must(ctx, backend->open(ctx, &device));
+  size_t size_bytes = (size_t)free_bytes(ctx) - (16u << 20); /* a trainer's staging alone is more */
+  api_must(ctx, backend->allocate(device, EGI_PURPOSE_STEP, size_bytes, &memory));
+  assert_int_equal(eg_trainer_create(model, dataset, &options, &trainer), EG_ERROR_MEMORY);
+  api_expect_error(ctx, "cudaMalloc");
+  api_expect_error(ctx, "planned are");
+  backend->release(device, EGI_PURPOSE_STEP, memory, size_bytes);
+  api_must(ctx, eg_trainer_create(model, dataset, &options, &trainer));
+  api_must(ctx, eg_trainer_step(trainer, NULL));
+  eg_trainer_destroy(trainer);
+  backend->close(device);
+  eg_dataset_destroy(dataset);
+  eg_model_destroy(model);
+}
+
 static void test_trainers_leave_nothing_behind(void **state) {
   api_fixture *fixture = *state;
   eg_model *model = api_model(fixture, fixture->ctx);
@@ -279,6 +307,7 @@ int main(int argc, char **argv) {
       TEST(narrow),
       TEST(steps_without_a_report),
       TEST(trainers_side_by_side),
+      TEST(memory_that_others_hold),
       TEST(trainers_leave_nothing_behind)};
 #undef TEST
   eg_context *ctx = NULL;
