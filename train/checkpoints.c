@@ -264,8 +264,8 @@ static eg_status choose(search *s, uint32_t *out_tiles, uint32_t *out_rung) {
 /* A device whose memory is the host's gains nothing by moving tensors there, unless it is asked to. */
 static uint64_t host_budget(const eg_trainer *trainer, uint64_t available) {
   const eg_trainer_options *o = &trainer->options;
-  bool is_apart = !trainer->machine.backend->is_host || o->checkpoint == EG_CHECKPOINT_OFFLOAD;
   if (o->host_budget != 0) return o->host_budget;
+  bool is_apart = o->checkpoint == EG_CHECKPOINT_OFFLOAD || egi_device_is_apart(trainer->ctx, trainer->machine.backend);
   return is_apart ? available : 0;
 }
 

@@ -100,3 +100,8 @@ uint64_t egi_device_available(eg_context *ctx, const egi_backend *backend, const
   if (backend->describe(ctx, 0, &facts) == EG_OK && facts.free_bytes < free_bytes) free_bytes = facts.free_bytes;
   return free_bytes > aside ? free_bytes - aside : free_bytes;
 }
+
+bool egi_device_is_apart(eg_context *ctx, const egi_backend *backend) {
+  egi_device_facts facts;
+  return !backend->is_host && (backend->describe(ctx, 0, &facts) != EG_OK || !facts.is_unified);
+}

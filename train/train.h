@@ -435,6 +435,8 @@ eg_status egi_device_description_find(eg_context *ctx, const char *device, const
                                       egi_device_description *out_device);
 /* Bytes that may be planned there; UINT64_MAX where nobody says. */
 uint64_t egi_device_available(eg_context *ctx, const egi_backend *backend, const egi_device_description *device);
+/* Whether its memory is not the host's: a device that shares it never gains by moving tensors there. */
+bool egi_device_is_apart(eg_context *ctx, const egi_backend *backend);
 eg_status egi_device_description_read(eg_context *ctx, const char *path, egi_device_description *out_device);
 /* plan_file.c: shapes and rung of options.plan; EG_ERROR_DATA says why the file does not fit. */
 eg_status egi_trainer_take_plan(eg_trainer *trainer, egi_batches *batches);

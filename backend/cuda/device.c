@@ -131,7 +131,9 @@ static eg_status fill(egi_device *device, void *dst, int byte, size_t size_bytes
   return EG_OK;
 }
 
+/* Also makes the device the thread's current one, which a host may have changed since. */
 static void *stream_of(egi_device *device, unsigned stream) {
+  (void)cudaSetDevice(device->index);
   return &device->streams[stream];
 }
 

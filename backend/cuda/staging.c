@@ -70,6 +70,30 @@ eg_status egi_cuda_synchronize(egi_device *device) {
 
 /* ---- copies --------------------------------------------------------------------------------------------------- */
 
+enum { COPY_BYTES = 512 << 10 };
+
+typedef struct copying {
+  uint8_t *dst;
+  const uint8_t *src;
+  size_t size_bytes;
+} copying;
+
+static void copy_part(void *argument, size_t index, size_t worker) {
+  const copying *copy = argument;
+  size_t first = index * COPY_BYTES, rest = copy->size_bytes - first;
+  (void)worker;
+  memcpy(copy->dst + first, copy->src + first, rest < COPY_BYTES ? rest : COPY_BYTES);
+}
+
+/* By all threads where it is much: mapped files are read in while they are copied. */
+static void copy_to_slot(const egi_device *device, uint8_t *dst, const void *src, size_t size_bytes) {
+  copying copy = {dst, src, size_bytes};
+  if (size_bytes <= COPY_BYTES)
+    memcpy(dst, src, size_bytes);
+  else
+    egi_pool_run(egi_context_pool(device->ctx), (size_bytes + COPY_BYTES - 1) / COPY_BYTES, copy_part, &copy);
+}
+
 eg_status egi_cuda_upload(egi_device *device, void *dst, const void *src, size_t size_bytes) {
   eg_context *ctx = device->ctx;
   egi_cuda_ring *ring = size_bytes <= EGI_CUDA_SMALL_SLOT ? &device->small : &device->large;
@@ -80,7 +104,7 @@ eg_status egi_cuda_upload(egi_device *device, void *dst, const void *src, size_t
     unsigned slot = 0;
     EG_TRY(take_slot(ctx, ring, &slot));
     uint8_t *staging = ring->memory + slot * ring->slot_bytes;
-    memcpy(staging, (const uint8_t *)src + done, chunk);
+    copy_to_slot(device, staging, (const uint8_t *)src + done, chunk);
     EGI_CUDA_TRY(ctx, cudaMemcpyAsync((uint8_t *)dst + done, staging, chunk, cudaMemcpyHostToDevice, stream));
     EGI_CUDA_TRY(ctx, cudaEventRecord(ring->ended[slot], stream));
   }
