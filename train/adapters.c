@@ -44,7 +44,25 @@ static void list_names(const egi_linear *linears, size_t n, egi_map *seen, egi_t
   }
 }
 
-static eg_status fail_target(egi_arena *arena, const char *name, const egi_linear *linears, size_t n) {
+/* Embeddings and norms have no adapters, but a way to be trained. */
+static bool is_other_module(const egi_graph *graph, const char *name, egi_arena *arena) {
+  egi_parameter *parameters;
+  size_t n = 0;
+  if (egi_find_untied_parameters(graph, arena, &parameters, &n) != EG_OK) return false;
+  for (size_t i = 0; i < n; i++) {
+    const char *leaf = strrchr(parameters[i].name, '.');
+    const char *path =
+        leaf != NULL ? egi_arena_copy_text(arena, parameters[i].name, (size_t)(leaf - parameters[i].name)) : NULL;
+    if (path != NULL && egi_path_is_named(path, name)) return true;
+  }
+  return false;
+}
+
+static eg_status fail_target(const egi_graph *graph, const char *name, const egi_linear *linears, size_t n,
+                             egi_arena *arena) {
+  if (is_other_module(graph, name, arena))
+    return egi_fail(arena->ctx, EG_ERROR_ARGUMENT,
+                    "\"%s\" is no linear layer and takes no adapter; modules to save are trained whole", name);
   egi_text text;
   egi_map seen;
   egi_text_init(&text, arena->ctx);
@@ -64,16 +82,17 @@ static bool names_layer(const egi_linear *linears, size_t n, const egi_modules *
 }
 
 /* Every name of the list, or the expression, must match something. */
-static eg_status check_names(const egi_linear *linears, size_t n, const egi_modules *modules, egi_arena *arena) {
+static eg_status check_names(const egi_graph *graph, const egi_linear *linears, size_t n, const egi_modules *modules,
+                             egi_arena *arena) {
   if (modules->names == NULL || modules->names[0] == '\0') return EG_OK;
   if (modules->expression != NULL)
-    return names_layer(linears, n, modules) ? EG_OK : fail_target(arena, modules->names, linears, n);
+    return names_layer(linears, n, modules) ? EG_OK : fail_target(graph, modules->names, linears, n, arena);
   for (const char *name = modules->names; name != NULL;) {
     const char *comma = strchr(name, ',');
     const egi_modules one = {
         .names = egi_arena_copy_text(arena, name, comma != NULL ? (size_t)(comma - name) : strlen(name))};
     if (one.names == NULL) return EG_ERROR_MEMORY;
-    if (!names_layer(linears, n, &one)) return fail_target(arena, one.names, linears, n);
+    if (!names_layer(linears, n, &one)) return fail_target(graph, one.names, linears, n, arena);
     name = comma != NULL ? comma + 1 : NULL;
   }
   return EG_OK;
@@ -159,8 +178,8 @@ eg_status egi_adapters_choose(const egi_graph *graph, const eg_trainer_options *
   EG_TRY(read_selection(options, arena, &selected));
   EG_TRY(check_saved(graph, config->modules, arena));
   EG_TRY(egi_find_linears(graph, arena, &linears, &n));
-  if (!selected.is_all) EG_TRY(check_names(linears, n, &selected.targets, arena));
-  EG_TRY(check_names(linears, n, &selected.excluded, arena));
+  if (!selected.is_all) EG_TRY(check_names(graph, linears, n, &selected.targets, arena));
+  EG_TRY(check_names(graph, linears, n, &selected.excluded, arena));
   adapters.targets = EGI_NEW(arena, egi_adapter_target, n > 0 ? n : 1);
   if (adapters.targets == NULL) return EG_ERROR_MEMORY;
   egi_map_init(&taken, arena);

@@ -192,6 +192,39 @@ static void test_save(void **state) {
   save_and_go_on(*state, "llama/model.dynamo-op23-sdpa.onnx", "0.mlp", EG_QUANT_NF4);
 }
 
+/* An adapter on a head that is tied changes the head alone, as in PEFT; merged, the head has a matrix of its own. */
+static void test_tied_head(void **state) {
+  api_fixture *fixture = *state;
+  char folder[256], path[256];
+  double wanted = 0.0;
+  eg_model *model = load(fixture, "qwen3/model.genai-float32.onnx"), *merged;
+  eg_dataset *dataset = api_dataset(fixture->ctx, 3, 20);
+  eg_trainer_options options = api_options();
+  eg_export_options export = EG_EXPORT_OPTIONS_INIT;
+  eg_trainer *trainer;
+  options.targets = "lm_head";
+  api_must(fixture->ctx, eg_trainer_create(model, dataset, &options, &trainer));
+  assert_int_equal(eg_trainer_parameter_count(trainer), 2);
+  for (int i = 0; i < 4; i++) api_must(fixture->ctx, eg_trainer_step(trainer, NULL));
+  api_must(fixture->ctx, eg_trainer_evaluate(trainer, dataset, &wanted));
+  api_path(fixture, folder, sizeof folder, "head");
+  api_must(fixture->ctx, eg_trainer_save_adapter(trainer, folder));
+  eg_trainer_destroy(trainer);
+  assert_true(fabs(loss_of(fixture, model, dataset, folder) - wanted) <= 1e-6 * wanted);
+  assert_true(fabs(loss_of(fixture, model, dataset, NULL) - wanted) >= 0.05);
+  export.format = EG_EXPORT_MERGED;
+  api_path(fixture, path, sizeof path, "merged.onnx");
+  api_must(fixture->ctx, eg_model_export_adapter(model, folder, &export, path));
+  api_must(fixture->ctx, eg_model_load(fixture->ctx, path, NULL, &merged));
+  assert_true(fabs(loss_of(fixture, merged, dataset, NULL) - wanted) <= 1e-5 * wanted);
+  eg_model_destroy(merged);
+  options.targets = "q_proj,embed_tokens";
+  assert_int_equal(eg_trainer_create(model, dataset, &options, &trainer), EG_ERROR_ARGUMENT);
+  api_expect_error(fixture->ctx, "\"embed_tokens\" is no linear layer and takes no adapter");
+  eg_dataset_destroy(dataset);
+  eg_model_destroy(model);
+}
+
 typedef struct refusal {
   const char *file, *modules;
   int full;
@@ -224,6 +257,7 @@ static void test_refusals(void **state) {
 int main(void) {
   const struct CMUnitTest tests[] = {cmocka_unit_test_setup_teardown(test_gradients, api_setup, api_teardown),
                                      cmocka_unit_test_setup_teardown(test_tied, api_setup, api_teardown),
+                                     cmocka_unit_test_setup_teardown(test_tied_head, api_setup, api_teardown),
                                      cmocka_unit_test_setup_teardown(test_save, api_setup, api_teardown),
                                      cmocka_unit_test_setup_teardown(test_refusals, api_setup, api_teardown)};
   return cmocka_run_group_tests(tests, NULL, NULL);
