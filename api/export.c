@@ -5,8 +5,7 @@ eg_status eg_model_export_adapter(const eg_model *model, const char *adapter, co
                                   const char *path) {
   eg_export_options known = EG_EXPORT_OPTIONS_INIT;
   if (model == NULL) return EG_ERROR_ARGUMENT;
-  if (adapter == NULL || path == NULL)
-    return egi_fail(model->ctx, EG_ERROR_ARGUMENT, "eg_model_export_adapter: NULL argument");
+  if (path == NULL) return egi_fail(model->ctx, EG_ERROR_ARGUMENT, "eg_model_export_adapter: NULL argument");
   EG_TRY(egi_read_options(model->ctx, options, &known, sizeof known));
   return egi_export_adapter(model, adapter, &known, path);
 }

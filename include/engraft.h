@@ -521,7 +521,9 @@ typedef enum eg_export_format {
   EG_EXPORT_MERGED,       /* the model with the adapter added to its weights, one ONNX file */
   EG_EXPORT_ONNX_ADAPTER, /* an .onnx_adapter file for onnxruntime, and the model with inputs that take it: each
                              module's PATH.lora_A.weight [in, r] and PATH.lora_B.weight [r, out], which have defaults */
-  EG_EXPORT_GGUF          /* an adapter for llama.cpp */
+  EG_EXPORT_GGUF,         /* an adapter for llama.cpp */
+  EG_EXPORT_BNB           /* a folder that transformers reads with bitsandbytes: the matrices of linear layers, with the
+                             adapter added, as Linear4bit holds them */
 } eg_export_format;
 
 typedef struct eg_export_options {
@@ -534,20 +536,26 @@ typedef struct eg_export_options {
   const char *architecture; /* GGUF: llama.cpp's name of the base's architecture, or "model_type" of its config.json;
                                NULL: what the graph looks like. PEFT, portable: "mixtral" names experts its own way */
   eg_quant stored; /* MERGED: matrices are stored in 4 bits, blocks of 64, for com.microsoft's MatMulBnb4; but for
-                      embeddings, norms and, unless quant_head asks for it, the head */
+                      embeddings, norms and, unless quant_head asks for it, the head. BNB: the codes, NONE: NF4 */
   eg_quant base;   /* MERGED: the adapter is added to what the base was in training with this quant, quant_block and
                       double_quant, not to the file's own numbers; NONE: to these */
-  uint32_t quant_block;
+  uint32_t quant_block; /* of `base`, and of BNB */
   int double_quant;
-  int quant_head; /* of `stored` and `base`: 1: the output head too */
+  int quant_head;     /* of `stored` and `base`: 1: the output head too */
+  const char *config; /* BNB: the model's config.json, to be written beside the weights with what was quantised; NULL:
+                         none */
 } eg_export_options;
-#define EG_EXPORT_OPTIONS_INIT \
-  { sizeof(eg_export_options), EG_EXPORT_PEFT, EG_DTYPE_UNDEFINED, 0, NULL, EG_QUANT_NONE, EG_QUANT_NONE, 64, 1, 0 }
+#define EG_EXPORT_OPTIONS_INIT                                                                                      \
+  {                                                                                                                 \
+    sizeof(eg_export_options), EG_EXPORT_PEFT, EG_DTYPE_UNDEFINED, 0, NULL, EG_QUANT_NONE, EG_QUANT_NONE, 64, 1, 0, \
+        NULL                                                                                                        \
+  }
 
-/* Checks the PEFT folder `adapter` against the model and writes it in another form. `path` is a folder for
- * EG_EXPORT_PEFT; for the others the file, or a folder when it has not the format's ending (.onnx,
- * .gguf, .onnx_adapter; the base of NAME.onnx_adapter is NAME.onnx, in a folder they are adapter.onnx_adapter and
- * model.onnx). EG_ERROR_DATA names missing, extra and misshapen tensors; EG_ERROR_UNSUPPORTED, _IO, _MEMORY. */
+/* Checks the PEFT folder `adapter` (EG_EXPORT_BNB: NULL for the model alone) against the model and writes it in another
+ * form. `path` is a folder for EG_EXPORT_PEFT and EG_EXPORT_BNB; for the others the file, or a folder when it has not
+ * the format's ending (.onnx, .gguf, .onnx_adapter; the base of NAME.onnx_adapter is NAME.onnx, in a folder they are
+ * adapter.onnx_adapter and model.onnx). EG_ERROR_DATA names missing, extra and misshapen tensors; EG_ERROR_UNSUPPORTED,
+ * _IO, _MEMORY. */
 EG_API eg_status eg_model_export_adapter(const eg_model *model, const char *adapter, const eg_export_options *options,
                                          const char *path);
 

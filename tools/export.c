@@ -29,6 +29,7 @@ static eg_status read_base(tool *t, eg_export_options *options) {
 
 static eg_export_format parse_format(const char *text) {
   if (strcmp(text, "gguf") == 0) return EG_EXPORT_GGUF;
+  if (strcmp(text, "bnb") == 0) return EG_EXPORT_BNB;
   if (strcmp(text, "onnx_adapter") == 0) return EG_EXPORT_ONNX_ADAPTER;
   return strcmp(text, "merged") == 0 ? EG_EXPORT_MERGED : EG_EXPORT_PEFT;
 }
@@ -46,6 +47,22 @@ static eg_status find_model_type(tool *t, const char **out_type) {
   if (status == EG_OK && *out_type != NULL) *out_type = egi_arena_copy_text(&t->arena, *out_type, strlen(*out_type));
   json_decref(json.object);
   return status;
+}
+
+/* --config, or the config.json beside the model. Its codes are those of --quant; NF4 unless it says otherwise. */
+static eg_status read_bnb(tool *t, eg_export_options *options) {
+  const char *quant = tool_text(t, OPTION_QUANT);
+  options->stored = quant != NULL && strcmp(quant, "fp4") == 0 ? EG_QUANT_FP4 : EG_QUANT_NF4;
+  options->config = tool_text(t, OPTION_CONFIG);
+  if (options->config != NULL) return EG_OK;
+  char *directory = egi_path_directory(&t->arena, t->model);
+  const char *path = directory != NULL ? egi_path_join(&t->arena, directory, "config.json") : NULL;
+  if (path == NULL) return EG_ERROR_MEMORY;
+  if (access(path, R_OK) == 0)
+    options->config = path;
+  else
+    egi_log(t->ctx, EG_LOG_WARNING, "%s is not there: no config.json is written; --config names one", path);
+  return EG_OK;
 }
 
 /* What the adapter is worth beside the file's own numbers and beside those that it was trained with, over --data. */
@@ -74,21 +91,24 @@ static eg_status report_losses(tool *t, const eg_model *model, const eg_export_o
 int tool_export(tool *t) {
   eg_model *model = NULL;
   eg_export_options options = EG_EXPORT_OPTIONS_INIT;
-  if (tool_text(t, OPTION_ADAPTER) == NULL) return tool_fail_usage(t, "--adapter is missing");
-  if (tool_text(t, OPTION_FORMAT) == NULL) return tool_fail_usage(t, "--format is missing");
+  const char *format = tool_text(t, OPTION_FORMAT);
+  if (format == NULL) return tool_fail_usage(t, "--format is missing");
+  if (tool_text(t, OPTION_ADAPTER) == NULL && strcmp(format, "bnb") != 0)
+    return tool_fail_usage(t, "--adapter is missing");
   if (tool_text(t, OPTION_OUTPUT) == NULL) return tool_fail_usage(t, "-o is missing");
-  options.format = parse_format(tool_text(t, OPTION_FORMAT));
+  options.format = parse_format(format);
   options.is_portable = tool_is_given(t, OPTION_PORTABLE);
   options.dtype = parse_dtype(t);
   if (options.is_portable && options.format != EG_EXPORT_PEFT)
     return tool_fail_usage(t, "--portable is a form of --format peft");
   eg_status status = read_base(t, &options);
+  if (status == EG_OK && options.format == EG_EXPORT_BNB) status = read_bnb(t, &options);
   bool is_of_a_family = options.format == EG_EXPORT_GGUF || options.is_portable; /* whose names the form takes */
   if (status == EG_OK && is_of_a_family) status = find_model_type(t, &options.architecture);
   if (status == EG_OK) status = tool_load_model(t, &model);
   if (status == EG_OK)
     status = eg_model_export_adapter(model, tool_text(t, OPTION_ADAPTER), &options, tool_text(t, OPTION_OUTPUT));
-  if (status == EG_OK) status = report_losses(t, model, &options);
+  if (status == EG_OK && tool_text(t, OPTION_ADAPTER) != NULL) status = report_losses(t, model, &options);
   eg_model_destroy(model);
   return status == EG_OK ? 0 : tool_fail_status(t, status);
 }

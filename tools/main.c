@@ -26,7 +26,8 @@ static const command commands[] = {
     {"generate", 'g', true, tool_generate,
      "engraft generate MODEL [--adapter DIR] (--prompt TEXT | --prompt-ids 1,2,3) [--max-tokens N] [--seed N]"},
     {"export", 'x', true, tool_export,
-     "engraft export MODEL --adapter DIR --format peft|onnx_adapter|gguf|merged -o OUT [--dtype f32|f16|bf16|nf4] "
+     "engraft export MODEL [--adapter DIR] --format peft|onnx_adapter|gguf|merged|bnb -o OUT [--dtype "
+     "f32|f16|bf16|nf4] "
      "[--portable] [--base original|dequantised] [--data FILE]"},
     {"new", 'n', false, tool_new,
      "engraft new --config config.json (--weights DIR | --random-weights SEED) [--dtype f32|bf16|f16] -o MODEL"},

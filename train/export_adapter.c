@@ -106,11 +106,14 @@ static eg_status check_options(eg_context *ctx, const eg_export_options *options
   eg_dtype dtype = options->dtype;
   bool is_known =
       dtype == EG_DTYPE_UNDEFINED || dtype == EG_DTYPE_F32 || dtype == EG_DTYPE_F16 || dtype == EG_DTYPE_BF16;
-  if (options->format < EG_EXPORT_PEFT || options->format > EG_EXPORT_GGUF)
+  if (options->format < EG_EXPORT_PEFT || options->format > EG_EXPORT_BNB)
     return egi_fail(ctx, EG_ERROR_ARGUMENT, "export options: format is out of range");
   if (!is_known) return egi_fail(ctx, EG_ERROR_ARGUMENT, "export options: dtype is none of f32, f16, bf16");
   bool is_quantised = options->stored != EG_QUANT_NONE || options->base != EG_QUANT_NONE;
-  if (is_quantised && options->format != EG_EXPORT_MERGED)
+  bool is_bnb = options->format == EG_EXPORT_BNB;
+  if (is_bnb && (options->base != EG_QUANT_NONE || dtype != EG_DTYPE_UNDEFINED))
+    return egi_fail(ctx, EG_ERROR_ARGUMENT, "export options: base and dtype are not for bitsandbytes' form");
+  if (is_quantised && options->format != EG_EXPORT_MERGED && !is_bnb)
     return egi_fail(ctx, EG_ERROR_ARGUMENT, "export options: stored and base are for merged models");
   if (options->stored != EG_QUANT_NONE && dtype != EG_DTYPE_UNDEFINED && dtype != EG_DTYPE_F32)
     return egi_fail(ctx, EG_ERROR_ARGUMENT, "export options: a model stored in 4 bits is computed in f32");
@@ -136,7 +139,7 @@ static eg_status check_codes(const egi_export *export_) {
 
 static eg_status write(egi_export *export_, const char *path) {
   eg_export_format format = export_->options->format;
-  bool has_modules = format == EG_EXPORT_PEFT || format == EG_EXPORT_MERGED;
+  bool has_modules = format == EG_EXPORT_PEFT || format == EG_EXPORT_MERGED || format == EG_EXPORT_BNB;
   if (export_->adapters.config.modules != NULL && !has_modules)
     return egi_fail(
         export_->ctx, EG_ERROR_UNSUPPORTED,
@@ -152,17 +155,26 @@ static eg_status write(egi_export *export_, const char *path) {
     return egi_export_onnx_adapter(export_, path);
   case EG_EXPORT_GGUF:
     return egi_export_gguf(export_, path);
+  case EG_EXPORT_BNB:
+    return egi_export_bnb(export_, path);
   }
   return EG_ERROR_ARGUMENT;
+}
+
+static eg_status open_adapter(egi_export *export_, const char *adapter) {
+  if (adapter == NULL) return EG_OK;
+  EG_TRY(egi_peft_open(export_->ctx, adapter, &export_->peft));
+  return match(export_);
 }
 
 eg_status egi_export_adapter(const eg_model *model, const char *adapter, const eg_export_options *options,
                              const char *path) {
   egi_export export_ = {.model = model, .ctx = model->ctx, .options = options};
   EG_TRY(check_options(model->ctx, options));
-  EG_TRY(egi_peft_open(model->ctx, adapter, &export_.peft));
+  if (adapter == NULL && options->format != EG_EXPORT_BNB)
+    return egi_fail(model->ctx, EG_ERROR_ARGUMENT, "only bitsandbytes' form is written without an adapter");
   egi_arena_init(&export_.arena, model->ctx, EGI_PURPOSE_DATA);
-  eg_status status = match(&export_);
+  eg_status status = open_adapter(&export_, adapter);
   if (status == EG_OK) status = write(&export_, path);
   egi_peft_close(export_.peft);
   egi_arena_clear(&export_.arena);

@@ -531,7 +531,7 @@ eg_status egi_export_path(egi_export *export_, const char *path, const char *suf
                           const char **out_path);
 /* EG_ERROR_ARGUMENT where the path is that of the model's own file. */
 eg_status egi_export_check(const egi_export *export_, const char *path);
-/* Checks the adapter against the model and writes it in the form that the options say. */
+/* Checks the adapter (NULL: none) against the model and writes it in the form that the options say. */
 eg_status egi_export_adapter(const eg_model *model, const char *adapter, const eg_export_options *options,
                              const char *path);
 /* A tensor of the adapter's file in the type that the options say. */
@@ -540,6 +540,7 @@ eg_status egi_export_portable(egi_export *export_, const char *directory);
 eg_status egi_export_merged(egi_export *export_, const char *path);
 eg_status egi_export_onnx_adapter(egi_export *export_, const char *path);
 eg_status egi_export_gguf(egi_export *export_, const char *path);
+eg_status egi_export_bnb(egi_export *export_, const char *directory);
 /* Quantises the layers of a recognised graph as training would, and makes MatMulBnb4 of them. */
 eg_status egi_export_four_bit(egi_graph *graph, const egi_quantise_options *options);
 
