@@ -165,6 +165,11 @@ eg_status egi_store_load(egi_store *store, uint32_t weight, void **out_data);
 /* Allocates the pools, zeroed, and fills PARAMETERS of states that come from a weight. */
 eg_status egi_store_make_pools(egi_store *store);
 void *egi_store_pool(const egi_store *store, egi_state_pool pool);
+/* Bytes of a pool at `place`, on the device or in host memory, wherever the pool is. */
+eg_status egi_store_read_pool(const egi_store *store, egi_state_pool pool, const void *place, void *bytes,
+                              size_t size_bytes);
+eg_status egi_store_write_pool(const egi_store *store, egi_state_pool pool, void *place, const void *bytes,
+                               size_t size_bytes);
 egi_device *egi_store_device(const egi_store *store);
 
 /* Runs an entry point once, node by node, whatever its shapes depend on: for graphs that plans refuse as dynamic.

@@ -92,7 +92,8 @@ static eg_status place_others(egi_planner *planner) {
     }
   }
   for (uint32_t pool = 0; pool < EGI_POOL_COUNT; pool++) {
-    if (has_pool[pool]) plan->bytes.states += egi_module_pool_bytes(planner->graph->module, (egi_state_pool)pool);
+    if (has_pool[pool] && !planner->graph->module->is_pool_on_host[pool])
+      plan->bytes.states += egi_module_pool_bytes(planner->graph->module, (egi_state_pool)pool);
   }
   plan->bytes.tables = ((uint64_t)plan->n_operands + 1) * sizeof(egi_tensor);
   qsort(plan->weights, plan->n_weights, sizeof(*plan->weights), compare_numbers);

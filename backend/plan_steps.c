@@ -53,7 +53,8 @@ static eg_status add_buffer(egi_planner *planner, egi_storage_kind kind, const e
 /* The stream a node runs on: 0 computes, 1 copies towards the host, 2 towards the device. An attribute puts any node
  * elsewhere. */
 static unsigned stream_of(const egi_node *node) {
-  int64_t usual = node->op == EGI_OP_Offload ? 1 : node->op == EGI_OP_Reload ? 2 : 0;
+  bool is_out = node->op == EGI_OP_Offload || node->op == EGI_OP_StoreState;
+  int64_t usual = is_out ? 1 : node->op == EGI_OP_Reload ? 2 : 0;
   int64_t stream = egi_node_int(node, "engraft_stream", usual);
   return stream > 0 && stream < (int64_t)EGI_N_STREAMS ? (unsigned)stream : 0;
 }

@@ -187,6 +187,10 @@ eg_status egi_store_create(eg_context *ctx, const egi_module *module, const egi_
   return EG_OK;
 }
 
+static egi_purpose pool_purpose(const egi_store *store, unsigned pool) {
+  return store->module->is_pool_on_host[pool] ? EGI_PURPOSE_PINNED : EGI_PURPOSE_TRAINABLE;
+}
+
 void egi_store_destroy(egi_store *store) {
   if (store == NULL) return;
   eg_context *ctx = store->ctx;
@@ -200,7 +204,7 @@ void egi_store_destroy(egi_store *store) {
   }
   for (unsigned pool = 0; pool < EGI_POOL_COUNT; pool++) {
     if (store->pools[pool] == NULL) continue;
-    backend->release(store->device, EGI_PURPOSE_TRAINABLE, store->pools[pool], (size_t)store->pool_bytes[pool]);
+    backend->release(store->device, pool_purpose(store, pool), store->pools[pool], (size_t)store->pool_bytes[pool]);
   }
   backend->close(store->device);
   egi_arena_clear(&store->arena);
@@ -379,8 +383,8 @@ eg_status egi_store_load(egi_store *store, uint32_t weight, void **out_data) {
 
 /* ---- pools ---------------------------------------------------------------------------------------------------- */
 
-static eg_status clear(egi_store *store, void *memory, uint64_t size_bytes) {
-  if (store->backend->is_host) {
+static eg_status clear(egi_store *store, void *memory, uint64_t size_bytes, bool is_on_host) {
+  if (store->backend->is_host || is_on_host) {
     memset(memory, 0, (size_t)size_bytes);
     return EG_OK;
   }
@@ -452,14 +456,30 @@ eg_status egi_store_make_pools(egi_store *store) {
       return egi_fail(store->ctx, EG_ERROR_INTERNAL, "states were added after their pool was made");
     }
     if (store->pools[pool] != NULL || size_bytes == 0) continue;
-    EG_TRY(store->backend->allocate(store->device, EGI_PURPOSE_TRAINABLE, (size_t)size_bytes, &store->pools[pool]));
+    EG_TRY(store->backend->allocate(store->device, pool_purpose(store, pool), (size_t)size_bytes, &store->pools[pool]));
     store->pool_bytes[pool] = size_bytes;
-    EG_TRY(clear(store, store->pools[pool], size_bytes));
+    EG_TRY(clear(store, store->pools[pool], size_bytes, module->is_pool_on_host[pool]));
   }
   for (uint32_t i = 1; i < module->n_states && !is_filled; i++) {
     const egi_state *state = &module->states[i];
     if (state->weight != 0 && state->pool == EGI_POOL_PARAMETERS) EG_TRY(fill_state(store, state));
   }
+  return EG_OK;
+}
+
+eg_status egi_store_read_pool(const egi_store *store, egi_state_pool pool, const void *place, void *bytes,
+                              size_t size_bytes) {
+  if (!store->module->is_pool_on_host[pool]) return store->backend->download(store->device, bytes, place, size_bytes);
+  EG_TRY(store->backend->synchronize(store->device));
+  memcpy(bytes, place, size_bytes);
+  return EG_OK;
+}
+
+eg_status egi_store_write_pool(const egi_store *store, egi_state_pool pool, void *place, const void *bytes,
+                               size_t size_bytes) {
+  if (!store->module->is_pool_on_host[pool]) return store->backend->upload(store->device, place, bytes, size_bytes);
+  EG_TRY(store->backend->synchronize(store->device));
+  memcpy(place, bytes, size_bytes);
   return EG_OK;
 }
 

@@ -358,6 +358,7 @@ typedef struct egi_module {
   egi_state *states;   /* [0] unused */
   uint32_t n_weights, n_states, weights_capacity, states_capacity;
   uint64_t pool_elements[EGI_POOL_COUNT]; /* size of each pool, in elements of its dtype */
+  bool is_pool_on_host[EGI_POOL_COUNT];   /* in host memory, whatever the device: only Reload and StoreState take it */
   egi_graph **graphs;                     /* entry points; [0] is the imported one */
   uint32_t n_graphs, graphs_capacity;
   egi_function *functions; /* model-local functions, until inline_functions */
@@ -392,6 +393,9 @@ eg_status egi_module_add_state(egi_module *module, const egi_state *state, uint3
 uint64_t egi_module_pool_bytes(const egi_module *module, egi_state_pool pool);
 /* A state that is a whole pool as it stands now: f32 [elements], or U8 [sizeof(egi_step_state)] for EGI_POOL_STEP. */
 eg_status egi_module_add_pool_state(egi_module *module, egi_state_pool pool, uint32_t *out_index);
+/* Elements [first, first + n) of a pool of float32. */
+eg_status egi_module_add_pool_piece(egi_module *module, egi_state_pool pool, uint64_t first, uint64_t n,
+                                    uint32_t *out_index);
 
 /* Names are copied; NULL or a taken name gives a fresh one. Dims are EGI_DIM_NONE where unknown. */
 eg_status egi_graph_add_input(egi_graph *graph, const char *name, eg_dtype dtype, int rank, const egi_dim *dims,

@@ -1,5 +1,7 @@
 /* Modules: weights, states and pools, entry points, clones. A clone keeps its base alive and shares the base's texts,
  * attribute payloads and weight bytes, which nobody changes in place. */
+#include <inttypes.h>
+
 #include "graph/dims.h"
 #include "graph/graph.h"
 #include "proto/proto.h"
@@ -168,19 +170,30 @@ static const char *pool_name(egi_state_pool pool) {
   return names[pool];
 }
 
+static eg_status add_piece(egi_module *module, const egi_state *piece, uint32_t *out_index) {
+  for (uint32_t i = 1; i < module->n_states; i++) {
+    const egi_state *state = &module->states[i];
+    if (state->pool == piece->pool && state->dims[0] == piece->dims[0] && strcmp(state->name, piece->name) == 0) {
+      *out_index = i;
+      return EG_OK;
+    }
+  }
+  return append_state(module, piece, out_index);
+}
+
 eg_status egi_module_add_pool_state(egi_module *module, egi_state_pool pool, uint32_t *out_index) {
   if (pool == EGI_POOL_STEP) module->pool_elements[pool] = sizeof(egi_step_state);
   egi_state whole = {.name = pool_name(pool), .pool = pool, .rank = 1};
   whole.dtype = pool == EGI_POOL_STEP ? EG_DTYPE_U8 : EG_DTYPE_F32;
   whole.dims[0] = (int64_t)module->pool_elements[pool];
-  for (uint32_t i = 1; i < module->n_states; i++) {
-    const egi_state *state = &module->states[i];
-    if (state->pool == pool && state->dims[0] == whole.dims[0] && strcmp(state->name, whole.name) == 0) {
-      *out_index = i;
-      return EG_OK;
-    }
-  }
-  return append_state(module, &whole, out_index);
+  return add_piece(module, &whole, out_index);
+}
+
+eg_status egi_module_add_pool_piece(egi_module *module, egi_state_pool pool, uint64_t first, uint64_t n,
+                                    uint32_t *out_index) {
+  egi_state piece = {.pool = pool, .dtype = EG_DTYPE_F32, .rank = 1, .dims = {(int64_t)n}, .offset = first};
+  piece.name = egi_arena_format(&module->arena, "%s.%" PRIu64, pool_name(pool), first);
+  return piece.name != NULL ? add_piece(module, &piece, out_index) : EG_ERROR_MEMORY;
 }
 
 /* ---- clones --------------------------------------------------------------------------------------------------- */
@@ -252,6 +265,7 @@ static eg_status fill_clone(egi_module *copy, const egi_module *module) {
   copy->n_weights = copy->weights_capacity = module->n_weights;
   copy->n_states = copy->states_capacity = module->n_states;
   memcpy(copy->pool_elements, module->pool_elements, sizeof copy->pool_elements);
+  memcpy(copy->is_pool_on_host, module->is_pool_on_host, sizeof copy->is_pool_on_host);
   copy->graphs = EGI_NEW(arena, egi_graph *, module->n_graphs);
   if (copy->graphs == NULL) return EG_ERROR_MEMORY;
   copy->n_graphs = copy->graphs_capacity = module->n_graphs;

@@ -433,13 +433,15 @@ struct eg_trainer_options {
                          INT4, 64 for NF4, a whole row for INT8 */
   int qat_asymmetric; /* INT4 and INT8: 1: each block has a zero point, its codes reach from its smallest number to its
                          largest */
+  int offload_optimizer; /* 1: the optimizer's moments lie in host memory, and pass the device part by part */
 };
 #define EG_TRAINER_OPTIONS_INIT                                                                                       \
   {                                                                                                                   \
     sizeof(eg_trainer_options), "cpu", EG_DTYPE_F32, 0, 16, 16.0, "all-linear", NULL, EG_LORA_INIT_DEFAULT, 2e-4,     \
         EG_SCHEDULE_CONSTANT, 0.0, 0.0, 0.9, 0.999, 1e-8, 1.0, 2048, 1, 0, 1.0, 0, 0, 0, EG_PACKING_AUTO,             \
         EG_PACKING_CACHE_ON, EG_CHECKPOINT_AUTO, 0, 0, EG_LOSS_AUTO, EG_POOLING_AUTO, 20.0, 0, NULL, NULL, NULL, 1.0, \
-        EG_QUANT_NONE, 64, 1, NULL, NULL, NULL, EG_MOE_FUSED, EG_OPTIMIZER_ADAMW, 0, 0.0, NULL, 0, EG_QAT_NONE, 0, 0  \
+        EG_QUANT_NONE, 64, 1, NULL, NULL, NULL, EG_MOE_FUSED, EG_OPTIMIZER_ADAMW, 0, 0.0, NULL, 0, EG_QAT_NONE, 0, 0, \
+        0                                                                                                             \
   }
 
 /* What a step did. */

@@ -125,6 +125,7 @@ eg_status training_options(tool *t, eg_trainer_options *options) {
   options->clip = t->values[OPTION_CLIP].number;
   options->optimizer =
       strcmp(tool_text(t, OPTION_OPTIMIZER), "adamw8bit") == 0 ? EG_OPTIMIZER_ADAMW_8BIT : EG_OPTIMIZER_ADAMW;
+  options->offload_optimizer = strcmp(tool_text(t, OPTION_OFFLOAD_OPTIMIZER), "on") == 0;
   options->n_steps = t->values[OPTION_STEPS].count;
   options->n_epochs = t->values[OPTION_EPOCHS].number;
   options->seed = t->values[OPTION_SEED].count;

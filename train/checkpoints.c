@@ -32,7 +32,9 @@ void egi_trainer_bytes(const eg_trainer *trainer, const egi_lanes *lanes, egi_tr
     all.tables += one.tables;
   }
   for (int pool = 0; pool < EGI_POOL_COUNT; pool++)
-    all.states += egi_module_pool_bytes(trainer->machine.module, (egi_state_pool)pool);
+    *(trainer->machine.module->is_pool_on_host[pool] ? &all.pinned_states : &all.states) +=
+        egi_module_pool_bytes(trainer->machine.module, (egi_state_pool)pool);
+  all.pinned += all.pinned_states;
   all.total = all.weights + all.states + all.transient + all.fixed + all.inputs;
   *out_memory = all;
 }
@@ -91,7 +93,9 @@ static eg_status try_rung(search *s, uint32_t rung, verdict *out_verdict) {
   egi_log(s->trainer->ctx, EG_LOG_DEBUG,
           "checkpoints: rung %" PRIu32 ", tiles %" PRIu32 ": %" PRIu64 " bytes, and %" PRIu64 " of the host", rung,
           s->tiles, memory.total, memory.pinned);
-  *out_verdict = memory.pinned > s->host_budget ? TOO_LARGE_FOR_HOST : memory.total > s->budget ? TOO_LARGE : FITS;
+  *out_verdict = memory.pinned - memory.pinned_states > s->host_budget ? TOO_LARGE_FOR_HOST
+                 : memory.total > s->budget                            ? TOO_LARGE
+                                                                       : FITS;
   if (*out_verdict == TOO_LARGE_FOR_HOST || memory.total >= s->least) return EG_OK;
   s->least = memory.total;
   s->least_rung = rung;
@@ -264,6 +268,12 @@ static eg_status choose(search *s, uint32_t *out_tiles, uint32_t *out_rung) {
 /* A device whose memory is the host's gains nothing by moving tensors there, unless it is asked to. */
 static uint64_t host_budget(const eg_trainer *trainer, uint64_t available) {
   const eg_trainer_options *o = &trainer->options;
+  if (o->host_budget != 0 && o->host_budget != UINT64_MAX) { /* what moments leave of it */
+    egi_trainer_memory all;
+    const egi_lanes none = {.count = 0};
+    egi_trainer_bytes(trainer, &none, &all);
+    return all.pinned_states < o->host_budget ? o->host_budget - all.pinned_states : 0;
+  }
   if (o->host_budget != 0) return o->host_budget;
   bool is_apart = o->checkpoint == EG_CHECKPOINT_OFFLOAD || egi_device_is_apart(trainer->ctx, trainer->machine.backend);
   return is_apart ? available : 0;

@@ -34,12 +34,11 @@ static void *place_of(const egi_machine *machine, const egi_state *state, egi_st
 
 eg_status egi_state_read(const egi_machine *machine, const egi_state *state, egi_state_pool pool, float *values) {
   size_t size_bytes = (size_t)egi_state_count(state) * sizeof(float);
-  egi_device *device = egi_store_device(machine->store);
   const void *place = place_of(machine, state, pool);
-  if (!state->is_transposed) return machine->backend->download(device, values, place, size_bytes);
+  if (!state->is_transposed) return egi_store_read_pool(machine->store, pool, place, values, size_bytes);
   float *copy = egi_allocate(machine->ctx, EGI_PURPOSE_DATA, size_bytes);
   if (copy == NULL) return EG_ERROR_MEMORY;
-  eg_status status = machine->backend->download(device, copy, place, size_bytes);
+  eg_status status = egi_store_read_pool(machine->store, pool, place, copy, size_bytes);
   if (status == EG_OK) transpose(copy, (size_t)state->dims[0], (size_t)state->dims[1], values);
   egi_release(machine->ctx, EGI_PURPOSE_DATA, copy, size_bytes);
   return status;
@@ -47,13 +46,12 @@ eg_status egi_state_read(const egi_machine *machine, const egi_state *state, egi
 
 eg_status egi_state_write(egi_machine *machine, const egi_state *state, egi_state_pool pool, const float *values) {
   size_t size_bytes = (size_t)egi_state_count(state) * sizeof(float);
-  egi_device *device = egi_store_device(machine->store);
   void *place = place_of(machine, state, pool);
-  if (!state->is_transposed) return machine->backend->upload(device, place, values, size_bytes);
+  if (!state->is_transposed) return egi_store_write_pool(machine->store, pool, place, values, size_bytes);
   float *copy = egi_allocate(machine->ctx, EGI_PURPOSE_DATA, size_bytes);
   if (copy == NULL) return EG_ERROR_MEMORY;
   transpose(values, (size_t)state->dims[1], (size_t)state->dims[0], copy);
-  eg_status status = machine->backend->upload(device, place, copy, size_bytes);
+  eg_status status = egi_store_write_pool(machine->store, pool, place, copy, size_bytes);
   egi_release(machine->ctx, EGI_PURPOSE_DATA, copy, size_bytes);
   return status;
 }

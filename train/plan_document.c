@@ -24,7 +24,7 @@ static size_t list_terms(const eg_trainer *trainer, const egi_trainer_memory *me
       {trainer->options.full ? "parameters" : "adapters", pool_bytes(trainer, EGI_POOL_PARAMETERS)},
       {"gradients", pool_bytes(trainer, EGI_POOL_GRADIENTS)},
       {"optimizer", pool_bytes(trainer, EGI_POOL_MOMENT1) + pool_bytes(trainer, EGI_POOL_MOMENT2) +
-                        pool_bytes(trainer, EGI_POOL_STEP)},
+                        pool_bytes(trainer, EGI_POOL_STEP) - memory->pinned_states},
       {"saved_activations", memory->saved < memory->transient ? memory->saved : memory->transient},
       {"workspace", memory->transient - (memory->saved < memory->transient ? memory->saved : memory->transient)},
       {"constants", memory->fixed},

@@ -40,6 +40,7 @@ void egi_trainer_plan_options(const eg_trainer *trainer, egi_text *out) {
     add_flag(out, "qat_symmetric", qat->is_symmetric);
   }
   egi_text_format(out, ", \"optimizer\": \"%s\"", o->optimizer == EG_OPTIMIZER_ADAMW_8BIT ? "adamw8bit" : "adamw");
+  add_flag(out, "offload_optimizer", o->offload_optimizer != 0);
   egi_text_format(out, ", \"moe_dispatch\": \"%s\"", o->moe_dispatch == EG_MOE_LOOP ? "loop" : "fused");
   add_flag(out, "single_buffer", o->single_buffer != 0);
   egi_text_format(out, ", \"packing_cache\": \"%s\", \"checkpoint\": \"%s\"", caches[o->packing_cache],

@@ -177,8 +177,7 @@ static eg_status read_pieces(const eg_trainer *trainer, const piece_list *list, 
     const piece *row = &list->pieces[i];
     void *bytes = egi_arena_get(list->arena, 1, (size_t)row->size_bytes);
     if (bytes == NULL) return EG_ERROR_MEMORY;
-    EG_TRY(machine->backend->download(egi_store_device(machine->store), bytes, memory_of(trainer, row),
-                                      (size_t)row->size_bytes));
+    EG_TRY(egi_store_read_pool(machine->store, row->pool, memory_of(trainer, row), bytes, (size_t)row->size_bytes));
     tensors[i] = (egi_safetensor){.name = row->name, .dtype = row->dtype, .rank = row->rank, .data = bytes};
     memcpy(tensors[i].dims, row->dims, sizeof row->dims);
     tensors[i].size_bytes = row->size_bytes;
@@ -319,8 +318,8 @@ static eg_status load(loader *l) {
     EG_TRY(check_finite(l, tensors[i]));
   }
   for (size_t i = 0; i < list.count; i++)
-    EG_TRY(machine->backend->upload(egi_store_device(machine->store), memory_of(trainer, &list.pieces[i]),
-                                    tensors[i]->data, (size_t)tensors[i]->size_bytes));
+    EG_TRY(egi_store_write_pool(machine->store, list.pieces[i].pool, memory_of(trainer, &list.pieces[i]),
+                                tensors[i]->data, (size_t)tensors[i]->size_bytes));
   if ((uint64_t)counters[4] != trainer->n_steps && trainer->options.schedule != EG_SCHEDULE_CONSTANT)
     egi_log(trainer->ctx, EG_LOG_WARNING,
             "%s: that run was to have %" PRId64 " steps, this one has %" PRIu64 ": the learning rates differ", l->path,

@@ -393,8 +393,9 @@ typedef struct egi_trainer_memory {
   uint64_t inputs;
   uint64_t total;             /* of all above */
   uint64_t quantised, copied; /* of the weights: as in egi_plan_bytes */
-  uint64_t pinned;            /* host memory for what is offloaded, outside the total */
-  uint64_t tables;            /* host memory for addresses, outside the total */
+  uint64_t pinned;            /* host memory for what is offloaded, outside the total; of these states: */
+  uint64_t pinned_states;
+  uint64_t tables; /* host memory for addresses, outside the total */
 } egi_trainer_memory;
 /* Of the trainer with these lanes in place of its own. */
 void egi_trainer_bytes(const eg_trainer *trainer, const egi_lanes *lanes, egi_trainer_memory *out_memory);
@@ -475,6 +476,8 @@ eg_status egi_trainer_save_model(const eg_trainer *trainer, const char *path);
 /* moments.c: sets trainer->moments and the sizes of the pools; adds the optimizer's node. */
 eg_status egi_moments_place(eg_trainer *trainer);
 eg_status egi_moments_emit(const eg_trainer *trainer, egi_emitter *emitter, const egi_value_id inputs[6]);
+/* For moments in host memory: they pass the device part by part, two at a time. */
+eg_status egi_moments_emit_parts(const eg_trainer *trainer, egi_emitter *emitter, egi_value_id step_and_norm[2]);
 /* Whether a parameter's states are codes, one a byte, with a scale for each 256 behind them. */
 bool egi_moments_are_codes(const eg_trainer *trainer, size_t parameter);
 uint64_t egi_moments_blocks(const eg_trainer *trainer, size_t parameter);

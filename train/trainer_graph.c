@@ -82,7 +82,10 @@ static eg_status build_optimizer(eg_trainer *trainer) {
   EG_TRY(add_pool(trainer->optimizer, EGI_POOL_STEP, &in[4]));
   egi_emitter emitter = {.graph = trainer->optimizer, .status = EG_OK};
   in[5] = egi_emit(&emitter, EGI_OP_GradientNorm, (egi_value_id[2]){in[1], in[4]}, 2, NULL, 0);
-  EG_TRY(egi_moments_emit(trainer, &emitter, in));
+  if (trainer->options.offload_optimizer)
+    EG_TRY(egi_moments_emit_parts(trainer, &emitter, in + 4));
+  else
+    EG_TRY(egi_moments_emit(trainer, &emitter, in));
   EG_TRY(egi_graph_add_output(trainer->optimizer, in[5]));
   return egi_graph_tidy(trainer->optimizer);
 }

@@ -62,6 +62,24 @@ eg_status egi_cpu_run_accumulate(eg_context *ctx, const egi_kernel_call *call) {
   return EG_OK;
 }
 
+/* ---- StoreState ------------------------------------------------------------------------------------------------- */
+
+eg_status egi_cpu_prepare_store_state(egi_kernel_plan *plan) {
+  if (plan->inputs[0].dtype != plan->inputs[1].dtype || egi_dtype_bits(plan->inputs[0].dtype) < 8)
+    return egi_fail_types(plan);
+  if (egi_tensor_count(&plan->inputs[0]) != egi_tensor_count(&plan->inputs[1]))
+    return egi_fail_node(plan->graph, plan->node, EG_ERROR_SHAPE, "state and value differ in size");
+  return EG_OK;
+}
+
+eg_status egi_cpu_run_store_state(eg_context *ctx, const egi_kernel_call *call) {
+  egi_tensor state = call->inputs[1];
+  (void)ctx;
+  state.data = call->inputs[0].data;
+  egi_copy(call->pool, &state, &call->inputs[1]);
+  return EG_OK;
+}
+
 /* ---- GradientNorm ----------------------------------------------------------------------------------------------- */
 
 eg_status egi_cpu_prepare_gradient_norm(egi_kernel_plan *plan) {

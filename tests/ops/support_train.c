@@ -32,6 +32,24 @@ static void check_accumulate(void **state, int64_t size, int has_gradients) {
   ops_end(&c);
 }
 
+void ops_case_store_state(void **state, egi_op op) {
+  for (size_t i = 0; i < EGI_COUNT(sizes); i++) {
+    ops_case c;
+    ops_begin(&c, state, op, EG_DTYPE_F32);
+    ops_tensor *before = ops_add_input(&c, EG_DTYPE_F32, 1, &sizes[i]);
+    ops_tensor *x = ops_add_input(&c, EG_DTYPE_F32, 1, &sizes[i]);
+    ops_tensor *after = ops_add_output(&c, EG_DTYPE_F32, 1, &sizes[i]);
+    ops_fill_uniform(x, -1, 1, 2);
+    for (int64_t k = 0; k < ops_count(x); k++) {
+      before->values[k] = (double)NAN; /* what was there must not matter */
+      after->values[k] = x->values[k];
+    }
+    c.absolute = c.relative = 0.0;
+    ops_check(&c);
+    ops_end(&c);
+  }
+}
+
 void ops_case_accumulate(void **state, egi_op op) {
   (void)op;
   for (size_t i = 0; i < EGI_COUNT(sizes); i++)
