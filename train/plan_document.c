@@ -187,11 +187,12 @@ static const egi_lane *largest_lane(const egi_lanes *lanes) {
 
 static eg_status add_all(const eg_trainer *trainer, egi_arena *arena, egi_text *out) {
   const egi_lane *lane = largest_lane(&trainer->lanes);
+  uint64_t hash = 0;
+  if (egi_trainer_plan_hash(trainer, NULL, &hash) != EG_OK) out->is_failed = true; /* out of memory */
   egi_text_format(out,
                   "{\"engraft_plan\": 1, \"hash\": \"%016" PRIx64 "\", \"model\": \"%016" PRIx64
                   "\", \"graph\": \"%016" PRIx64 "\", \"threads\": %zu,\n \"options\": ",
-                  egi_trainer_plan_hash(trainer, NULL), trainer->model_hash, trainer->graph_hash,
-                  egi_pool_size(egi_context_pool(trainer->ctx)));
+                  hash, trainer->model_hash, trainer->graph_hash, egi_pool_size(egi_context_pool(trainer->ctx)));
   egi_trainer_plan_options(trainer, out);
   egi_text_add(out, ",\n \"shapes\": [");
   for (size_t i = 0; i < trainer->lanes.count; i++) {

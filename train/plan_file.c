@@ -137,8 +137,9 @@ static eg_status take(const egi_json *json, eg_trainer *trainer, egi_batches *ba
   EG_TRY(read_shapes(json, &trainer->arena, batches));
   EG_TRY(check_batches(json, trainer->dataset->documents, batches));
   EG_TRY(read_decisions(json, trainer));
-  return check_hash(json, "hash", egi_trainer_plan_hash(trainer, batches),
-                    "shapes or decisions are not those that the hash was made of");
+  uint64_t hash = 0;
+  EG_TRY(egi_trainer_plan_hash(trainer, batches, &hash));
+  return check_hash(json, "hash", hash, "shapes or decisions are not those that the hash was made of");
 }
 
 eg_status egi_trainer_take_plan(eg_trainer *trainer, egi_batches *batches) {

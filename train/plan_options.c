@@ -76,7 +76,7 @@ eg_status egi_trainer_hash_graphs(eg_trainer *trainer) {
   return hash_graph(trainer->machine.module, trainer->machine.graph, &trainer->graph_hash);
 }
 
-uint64_t egi_trainer_plan_hash(const eg_trainer *trainer, const egi_batches *shapes) {
+eg_status egi_trainer_plan_hash(const eg_trainer *trainer, const egi_batches *shapes, uint64_t *out_hash) {
   egi_text text;
   egi_text_init(&text, trainer->ctx);
   egi_text_format(&text, "%016" PRIx64 " %016" PRIx64 " %" PRIu32 " %" PRIu32 " ", trainer->model_hash,
@@ -87,7 +87,8 @@ uint64_t egi_trainer_plan_hash(const eg_trainer *trainer, const egi_batches *sha
     egi_text_format(&text, "%" PRIu32 "x%" PRIu32 " ", bucket->batch, bucket->sequence);
   }
   egi_trainer_plan_options(trainer, &text);
-  uint64_t hash = egi_text_status(&text) == EG_OK ? egi_hash(text.data, text.length, 0) : 0;
+  eg_status status = egi_text_status(&text);
+  if (status == EG_OK) *out_hash = egi_hash(text.data, text.length, 0);
   egi_text_free(&text);
-  return hash;
+  return status;
 }

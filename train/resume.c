@@ -198,7 +198,9 @@ static eg_status save(const eg_trainer *trainer, const char *path, const egi_tex
   piece_list list;
   EG_TRY(list_pieces(trainer, arena, &list));
   egi_safetensor *tensors = EGI_NEW(arena, egi_safetensor, list.count + 5);
-  char *plan = egi_arena_format(arena, "%016" PRIx64, egi_trainer_plan_hash(trainer, NULL));
+  uint64_t hash = 0;
+  EG_TRY(egi_trainer_plan_hash(trainer, NULL, &hash));
+  char *plan = egi_arena_format(arena, "%016" PRIx64, hash);
   if (tensors == NULL || plan == NULL) return EG_ERROR_MEMORY;
   EG_TRY(read_pieces(trainer, &list, tensors));
   size_t n = list.count;

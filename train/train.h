@@ -447,7 +447,7 @@ eg_status egi_trainer_hash_graphs(eg_trainer *trainer);
 void egi_trainer_plan_options(const eg_trainer *trainer, egi_text *out);
 /* The hash that stands in the file: of what it was made for, its shapes and its decisions. `shapes` NULL: those of the
  * lanes. */
-uint64_t egi_trainer_plan_hash(const eg_trainer *trainer, const egi_batches *shapes);
+eg_status egi_trainer_plan_hash(const eg_trainer *trainer, const egi_batches *shapes, uint64_t *out_hash);
 /* plan_document.c: the whole file. */
 eg_status egi_trainer_write_plan(const eg_trainer *trainer, egi_text *out);
 /* A trainer that is planned only, written and destroyed. */
