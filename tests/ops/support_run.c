@@ -235,17 +235,10 @@ static eg_status run_kernel(const run_state *r, const egi_kernel_call *call, siz
   return ops_run_on_device(environment, r->kernel, call, blocks, n_blocks, &workspace);
 }
 
-<<<<<<< HEAD
 /* A device's kernels look at short lists (axes, starts) where a planner knows them: in prepare, on the host. */
 static bool is_list_for_prepare(const run_state *r, const egi_tensor *tensor) {
   bool is_integer = tensor->dtype == EG_DTYPE_I32 || tensor->dtype == EG_DTYPE_I64;
   return r->c->environment->device != NULL && !r->is_on_host && is_integer && tensor->rank <= 1;
-=======
-/* Lists of axes, sizes and the like, which planners know and devices do not bring to the host. */
-static bool is_known_to_plans(const ops_case *c, const egi_tensor *input) {
-  bool is_list = (input->dtype == EG_DTYPE_I64 || input->dtype == EG_DTYPE_I32) && input->rank <= 1;
-  return is_list && c->environment->device != NULL;
->>>>>>> 377cc70 (Run plain operators on CUDA: elementwise, reductions, layout, order)
 }
 
 /* prepare and run in memory of its own, with a guarded and poisoned workspace. */
@@ -259,11 +252,7 @@ static eg_status execute(run_state *r, const setting *s, egi_pool *pool, bool *o
   memcpy(planned, inputs, sizeof planned);
   memcpy(planned_outputs, outputs, sizeof planned_outputs);
   for (unsigned i = 0; i < OPS_MAX_OPERANDS; i++) {
-<<<<<<< HEAD
     if (!is_list_for_prepare(r, &planned[i])) planned[i].data = NULL;
-=======
-    if (!is_known_to_plans(c, &planned[i])) planned[i].data = NULL;
->>>>>>> 377cc70 (Run plain operators on CUDA: elementwise, reductions, layout, order)
     planned_outputs[i].data = NULL;
   }
   egi_arena_init(&arena, ctx, EGI_PURPOSE_GRAPH);
