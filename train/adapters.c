@@ -294,11 +294,24 @@ static bool is_wanted(const egi_peft *peft, const egi_linear *linear, egi_arena 
   return name != NULL && egi_safetensors_find(peft->tensors, name) != NULL;
 }
 
+/* "….experts.7.gate_proj.…": what portable folders and those for models of Transformers 4 hold. */
+static bool is_of_one_expert(const char *name) {
+  const char *number = strstr(name, ".experts.");
+  if (number != NULL) number += strlen(".experts.");
+  return number != NULL && number[0] >= '0' && number[0] <= '9';
+}
+
 static void check_extra(problems *p, const egi_peft *peft, const egi_map *used) {
   for (size_t i = 0; i < egi_safetensors_count(peft->tensors); i++) {
     const char *name = egi_safetensors_at(peft->tensors, i)->name;
     if (egi_map_get(used, name, NULL)) continue;
-    if (next_problem(p))
+    if (!next_problem(p)) continue;
+    if (is_of_one_expert(name))
+      egi_text_format(&p->text,
+                      "%s is of one expert alone: adapters on experts are read as stacks, as "
+                      "\"target_parameters\" makes them",
+                      name);
+    else
       egi_text_format(&p->text, "%s fits no linear layer, experts or saved module of the model", name);
   }
 }

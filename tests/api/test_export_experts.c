@@ -272,6 +272,12 @@ static void test_apart_alone(void **state) {
   for (int i = 0; i < 16 * 3; i++) assert_true(b[i] >= 0.0f && b[i] <= 0.0f);
   free((void *)(uintptr_t)b);
   assert_string_equal(apart->config.targets, "gate_proj,up_proj,down_proj");
+  eg_export_options again = EG_EXPORT_OPTIONS_INIT; /* read back, it is refused with the reason */
+  char path[256], other[256];
+  assert_int_equal(eg_model_export_adapter(t.model, api_path(fixture, path, sizeof path, "portable"), &again,
+                                           api_path(fixture, other, sizeof other, "other")),
+                   EG_ERROR_DATA);
+  api_expect_error(fixture->ctx, "is of one expert alone");
   egi_peft_close(apart);
   drop(&t);
 }
