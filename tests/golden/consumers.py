@@ -90,7 +90,8 @@ def check(engraft, model, scratch):
         told.append(check_file(engraft, path, folder, scratch, base, tolerance, []))
         if structure_of(engraft, path)["experts"]:
             for names in (EXPERTS, *EXPERTS.split(",")):
-                more = ["--targets", "q_proj", "--target-parameters", names, "--rank-pattern", "q_proj=2"]
+                ranks = "q_proj=2,gate_up_proj=4" if "gate_up_proj" in names else "q_proj=2"
+                more = ["--targets", "q_proj", "--target-parameters", names, "--rank-pattern", ranks]
                 told.append(check_file(engraft, path, folder, scratch, base, tolerance, more))
     return "\n  ".join([f"{len(told)} adapters", *told])
 
