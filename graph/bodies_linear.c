@@ -148,13 +148,15 @@ bool egi_body_linear(egi_body *body) {
   return true;
 }
 
-/* dX = dY · W */
+/* dX = dY · W + term */
 bool egi_body_linear_grad(egi_body *body) {
   bool is_plain = egi_linear_storage_of(body->node) == EGI_LINEAR_PLAIN;
   if (!is_plain && !egi_body_stored_weight(body, EGI_LINEAR_SCALES)) return false;
   egi_text_add(body->text, is_plain ? "stored = Identity (weight)\n" : "stored = CastLike (w, dy)\n");
   egi_text_add(body->text, egi_body_is_turned(body) ? "matrix = Transpose <perm = [1, 0]> (stored)\n"
                                                     : "matrix = Identity (stored)\n");
-  egi_text_add(body->text, "dx = MatMul (dy, matrix)\n");
+  bool has_term = egi_body_has(body, EGI_LINEAR_BIAS);
+  egi_text_format(body->text, "%s = MatMul (dy, matrix)\n", has_term ? "product" : "dx");
+  if (has_term) egi_text_add(body->text, "dx = Add (product, term)\n");
   return true;
 }

@@ -4,7 +4,7 @@
 
 #include "graph/graph.h"
 
-/* Inputs of Linear; LinearGrad has dY in the place of x and no bias. */
+/* Inputs of Linear; LinearGrad has dY in the place of x, and what is added to dX in that of the bias. */
 enum {
   EGI_LINEAR_X,
   EGI_LINEAR_WEIGHT,

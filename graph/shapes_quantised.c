@@ -176,19 +176,27 @@ static eg_status set_product(egi_inference *in, int from) {
   EG_TRY(egi_shape_equal(in, "the features", x->dims[x->rank - 1], sizes[from], NULL));
   memcpy(dims, x->dims, sizeof dims);
   dims[x->rank - 1] = sizes[1 - from];
-  if (egi_shape_input(in, EGI_LINEAR_BIAS) != NULL) {
-    EG_TRY(egi_shape_check_input_rank(in, EGI_LINEAR_BIAS, 1));
-    EG_TRY(egi_shape_equal(in, "the bias", egi_shape_input(in, EGI_LINEAR_BIAS)->dims[0], sizes[0], NULL));
-  }
   return egi_shape_set(in, 0, x->dtype, x->rank, dims);
 }
 
 eg_status egi_shape_linear(egi_inference *in) {
-  return set_product(in, 1);
+  const egi_value *bias = egi_shape_input(in, EGI_LINEAR_BIAS);
+  EG_TRY(set_product(in, 1));
+  if (bias == NULL) return EG_OK;
+  const egi_value *y = &in->graph->values[in->node->outputs[0]];
+  EG_TRY(egi_shape_check_input_rank(in, EGI_LINEAR_BIAS, 1));
+  return egi_shape_equal(in, "the bias", bias->dims[0], y->dims[y->rank - 1], NULL);
 }
 
+/* What is added has the shape of the result. */
 eg_status egi_shape_linear_grad(egi_inference *in) {
-  return set_product(in, 0);
+  const egi_value *term = egi_shape_input(in, EGI_LINEAR_BIAS);
+  EG_TRY(set_product(in, 0));
+  if (term == NULL) return EG_OK;
+  const egi_value *dx = &in->graph->values[in->node->outputs[0]];
+  EG_TRY(egi_shape_check_input_rank(in, EGI_LINEAR_BIAS, dx->rank));
+  for (int d = 0; d < dx->rank; d++) EG_TRY(egi_shape_equal(in, "the term", term->dims[d], dx->dims[d], NULL));
+  return EG_OK;
 }
 
 /* ---- codes that are never stored -------------------------------------------------------------------------------- */

@@ -3,9 +3,10 @@
  * marked, forwards; then the nodes from the loss back to them are visited once each, backwards, and rules run only for
  * inputs that are marked (is_wanted), so that no gradient is computed that nobody needs. Ends after that one sweep;
  * linear in the graph. A gradient that is a plain matrix product is added to what a value has already by AddMatMul, in
- * place. */
+ * place; the product with a quantised weight adds it itself. */
 #include <string.h>
 
+#include "graph/linear.h"
 #include "passes/passes.h"
 
 static const egi_gradient_rule rules[EGI_OP_COUNT] = {
@@ -83,13 +84,15 @@ static void mark_dependent(differentiator *state) {
 
 /* ---- sums ------------------------------------------------------------------------------------------------------- */
 
-/* The MatMul that gives `value`, when it was added after `first_new` and has no other user: values that a rule hands
+/* The product that gives `value`, when it was added after `first_new` and has no other user: values that a rule hands
  * over are used by nothing else yet. */
-static const egi_node *new_product(const differentiator *state, egi_value_id value, egi_node_id first_new) {
+static egi_node *new_product(const differentiator *state, egi_value_id value, egi_node_id first_new) {
   const egi_value *row = &state->graph->values[value];
   if (row->kind != EGI_VALUE_NODE || row->producer < first_new) return NULL;
-  const egi_node *node = &state->graph->nodes[row->producer];
-  return node->op == EGI_OP_MatMul ? node : NULL;
+  egi_node *node = &state->graph->nodes[row->producer];
+  bool has_room =
+      node->op == EGI_OP_LinearGrad && node->n_inputs > EGI_LINEAR_BIAS && node->inputs[EGI_LINEAR_BIAS] == 0;
+  return node->op == EGI_OP_MatMul || has_room ? node : NULL;
 }
 
 /* gradients[value] += contribution. `is_alone`: the rule gave the contribution for one input only. */
@@ -100,8 +103,14 @@ static void add_gradient(differentiator *state, egi_value_id value, egi_value_id
     *sum = contribution;
     return;
   }
-  const egi_node *product = is_alone ? new_product(state, contribution, first_new) : NULL;
-  if (product && egi_same_shape(state->graph, *sum, contribution)) {
+  egi_node *product = is_alone ? new_product(state, contribution, first_new) : NULL;
+  bool is_like = egi_same_shape(state->graph, *sum, contribution);
+  if (product && is_like && product->op == EGI_OP_LinearGrad) {
+    product->inputs[EGI_LINEAR_BIAS] = *sum;
+    *sum = contribution;
+    return;
+  }
+  if (product && is_like) {
     const egi_value_id inputs[3] = {*sum, product->inputs[0], product->inputs[1]};
     egi_graph_remove_node(state->graph, state->graph->values[contribution].producer);
     *sum = egi_emit(&state->emit, EGI_OP_AddMatMul, inputs, 3, NULL, 0);

@@ -23,7 +23,7 @@ static eg_status prepare_decoded(egi_kernel_plan *plan, linear_params *p, bool i
   const egi_quantised *q = &p->weight.matrix;
   egi_tensor inputs[EGI_LINEAR_INPUTS] = {{.dtype = EG_DTYPE_UNDEFINED}};
   egi_kernel_plan dense = *plan;
-  bool has_bias = is_forward && egi_plan_has_input(plan, EGI_LINEAR_BIAS);
+  bool has_bias = egi_plan_has_input(plan, EGI_LINEAR_BIAS);
   inputs[EGI_LINEAR_X] = plan->inputs[EGI_LINEAR_X];
   if (has_bias) inputs[EGI_LINEAR_BIAS] = plan->inputs[EGI_LINEAR_BIAS];
   inputs[EGI_LINEAR_WEIGHT] = (egi_tensor){.dtype = p->dtype, .rank = 2, .dims = {q->rows, q->columns}};

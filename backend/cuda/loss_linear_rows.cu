@@ -7,7 +7,8 @@
 namespace {
 
 constexpr int n_threads = 256;
-constexpr int n_elements = 4; /* a thread takes at a time */
+constexpr int n_elements = 4; /* a thread takes side by side */
+constexpr int n_ahead = 4;    /* so many of these it reads at a time */
 constexpr int bias_columns = 32, bias_rows = 8;
 constexpr int64_t label_none = -100;
 
@@ -75,7 +76,7 @@ __device__ void load_elements(const double *line, int64_t at, double (&x)[n_elem
 
 /* Logits from column `at` on; what lies behind the last one is -infinity. */
 template <class T> __device__ void load_logits(const egi_cuda_logits &t, int64_t row, int64_t at, T (&x)[n_elements]) {
-  load_elements(static_cast<const T *>(t.data) + row * t.stride, at, x);
+  if (at < t.columns) load_elements(static_cast<const T *>(t.data) + row * t.stride, at, x);
   for (int i = 0; i < n_elements; i++) {
     if (at + i >= t.columns)
       x[i] = T(-INFINITY);
@@ -84,13 +85,21 @@ template <class T> __device__ void load_logits(const egi_cuda_logits &t, int64_t
   }
 }
 
+/* e^x for differences to the largest of a row: what rounding x · log2(e) loses is below an f32's step of the sum. */
+__device__ float exponential(float x) {
+  return exp2f(x * 1.4426950408889634f);
+}
+__device__ double exponential(double x) {
+  return exp(x);
+}
+
 /* Numbers whose sum is `sum` · e^largest. */
 template <class T> struct exponentials { T largest, sum; };
 
 template <class T> __device__ exponentials<T> join(exponentials<T> a, exponentials<T> b) {
   T largest = a.largest > b.largest ? a.largest : b.largest;
-  T of_a = a.largest == largest ? a.sum : a.sum * exp(a.largest - largest);
-  T of_b = b.largest == largest ? b.sum : b.sum * exp(b.largest - largest);
+  T of_a = a.largest == largest ? a.sum : a.sum * exponential(a.largest - largest);
+  T of_b = b.largest == largest ? b.sum : b.sum * exponential(b.largest - largest);
   return {largest, of_a + of_b};
 }
 
@@ -109,14 +118,24 @@ template <class T> __device__ exponentials<T> join_block(exponentials<T> own) {
 }
 
 template <class T> __device__ exponentials<T> sum_row(const egi_cuda_logits &t, int64_t row) {
+  constexpr int64_t step = n_threads * n_elements;
   exponentials<T> own = {T(-INFINITY), T(0)};
-  for (int64_t at = int64_t(threadIdx.x) * n_elements; at < t.columns; at += n_threads * n_elements) {
-    T x[n_elements], largest = own.largest;
-    load_logits(t, row, at, x);
-    for (int i = 0; i < n_elements; i++) largest = x[i] > largest ? x[i] : largest;
-    if (largest > own.largest) own.sum *= exp(own.largest - largest);
+  for (int64_t at = int64_t(threadIdx.x) * n_elements; at < t.columns; at += n_ahead * step) {
+    T x[n_ahead][n_elements], largest = own.largest;
+#pragma unroll
+    for (int k = 0; k < n_ahead; k++) load_logits(t, row, at + k * step, x[k]);
+#pragma unroll
+    for (int k = 0; k < n_ahead * n_elements; k++) {
+      T one = x[k / n_elements][k % n_elements];
+      largest = one > largest ? one : largest;
+    }
+    if (largest > own.largest) own.sum *= exponential(own.largest - largest);
     own.largest = largest;
-    for (int i = 0; i < n_elements; i++) own.sum += x[i] == T(-INFINITY) ? T(0) : exp(x[i] - largest);
+#pragma unroll
+    for (int k = 0; k < n_ahead * n_elements; k++) {
+      T one = x[k / n_elements][k % n_elements];
+      own.sum += one == T(-INFINITY) ? T(0) : exponential(one - largest);
+    }
   }
   return join_block(own);
 }
@@ -175,22 +194,28 @@ __global__ void __launch_bounds__(n_threads) gradient_kernel(egi_cuda_logits t, 
   for (int64_t row = blockIdx.x; row < t.rows; row += gridDim.x) {
     int64_t label = label_of(t, row);
     if (t.is_first && threadIdx.x == 0) check_label(t, row, fault);
+    constexpr int64_t step = n_threads * n_elements;
     Out *line = static_cast<Out *>(t.gradient) + row * t.stride;
     T lse = T(0), gradient = T(0);
     if (label != label_none) {
       lse = T(number_of(t.first, t.first_row + row));
       gradient = T(number_of(t.second, t.first_row + row));
     }
-    for (int64_t at = int64_t(threadIdx.x) * n_elements; at < t.columns; at += n_threads * n_elements) {
-      T x[n_elements] = {T(0), T(0), T(0), T(0)};
-      if (label != label_none) {
-        load_logits(t, row, at, x);
-        for (int i = 0; i < n_elements; i++) {
-          T one_hot = t.first_column + at + i == label ? T(1) : T(0);
-          x[i] = gradient * (one_hot - exp(x[i] - lse));
+    for (int64_t at = int64_t(threadIdx.x) * n_elements; at < t.columns; at += n_ahead * step) {
+      T x[n_ahead][n_elements] = {};
+#pragma unroll
+      for (int k = 0; k < n_ahead; k++)
+        if (label != label_none) load_logits(t, row, at + k * step, x[k]);
+#pragma unroll
+      for (int k = 0; k < n_ahead; k++) {
+        int64_t first = at + k * step;
+        if (first >= t.columns) break;
+        for (int i = 0; i < n_elements && label != label_none; i++) {
+          T one_hot = t.first_column + first + i == label ? T(1) : T(0);
+          x[k][i] = gradient * (one_hot - exponential(x[k][i] - lse));
         }
+        store_elements(line, first, x[k]);
       }
-      store_elements(line, at, x);
     }
   }
 }

@@ -46,7 +46,7 @@ typedef struct egi_cuda_batches {
   int64_t count, dims[EGI_MAX_RANK];
 } egi_cuda_batches;
 
-/* Copies and converts [batches, rows, columns] of floats. */
+/* Copies and converts [batches, rows, columns] of floats; f64 only to f64. */
 eg_status egi_cuda_copy_matrices(eg_context *ctx, const egi_cuda_operand operands[2], const egi_cuda_batches *batches,
                                  const int64_t size[2], const egi_cuda_stream *stream); /* source, target */
 

@@ -49,18 +49,6 @@ struct copying {
   bool is_by_columns; /* neighbours in a warp are in one column of the target */
 };
 
-__global__ void copy_kernel(copying c) {
-  int64_t count = c.batches.count * c.rows * c.columns;
-  for (int64_t i = blockIdx.x * int64_t(n_threads) + threadIdx.x; i < count; i += int64_t(gridDim.x) * n_threads) {
-    int64_t batch = i / (c.rows * c.columns), rest = i % (c.rows * c.columns);
-    int64_t row = c.is_by_columns ? rest % c.rows : rest / c.columns;
-    int64_t column = c.is_by_columns ? rest / c.rows : rest % c.columns;
-    int64_t from = offset_of(c.source, c.batches, batch) + row * c.source.row_stride + column * c.source.column_stride;
-    int64_t to = offset_of(c.target, c.batches, batch) + row * c.target.row_stride + column * c.target.column_stride;
-    store_float(c.target, to, load_float(c.source, from));
-  }
-}
-
 /* An element in the accumulator's type. */
 template <class Sum> __device__ Sum load(const egi_cuda_operand &x, int64_t at) {
   switch (x.dtype) {
@@ -93,6 +81,21 @@ template <class Sum> __device__ void store(const egi_cuda_operand &x, int64_t at
     break;
   default:
     store_float(x, at, float(value));
+  }
+}
+
+__global__ void copy_kernel(copying c) {
+  int64_t count = c.batches.count * c.rows * c.columns;
+  for (int64_t i = blockIdx.x * int64_t(n_threads) + threadIdx.x; i < count; i += int64_t(gridDim.x) * n_threads) {
+    int64_t batch = i / (c.rows * c.columns), rest = i % (c.rows * c.columns);
+    int64_t row = c.is_by_columns ? rest % c.rows : rest / c.columns;
+    int64_t column = c.is_by_columns ? rest / c.rows : rest % c.columns;
+    int64_t from = offset_of(c.source, c.batches, batch) + row * c.source.row_stride + column * c.source.column_stride;
+    int64_t to = offset_of(c.target, c.batches, batch) + row * c.target.row_stride + column * c.target.column_stride;
+    if (c.target.dtype == EG_DTYPE_F64)
+      store(c.target, to, load<double>(c.source, from));
+    else
+      store_float(c.target, to, load_float(c.source, from));
   }
 }
 

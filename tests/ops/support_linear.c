@@ -54,13 +54,13 @@ static void add_ends(ops_case *c, int rank, const int64_t *rows, int64_t from, i
   ops_add_output(c, EG_DTYPE_F32, rank, dims);
 }
 
-/* y = x·Wᵀ + bias, or dX = dY·W, for w [n, k]. */
+/* y = x·Wᵀ + bias, or dX = dY·W + term, for w [n, k]. */
 static void expect_product(ops_case *c, const double *w, int64_t n, int64_t k, const ops_tensor *bias) {
   bool is_forward = c->op == EGI_OP_Linear;
   int64_t from = is_forward ? k : n, to = is_forward ? n : k, rows = from > 0 ? ops_count(&c->inputs[0]) / from : 0;
   for (int64_t r = 0; r < rows; r++)
     for (int64_t j = 0; j < to; j++) {
-      double sum = bias != NULL ? bias->values[j] : 0.0;
+      double sum = bias != NULL ? bias->values[is_forward ? j : r * to + j] : 0.0;
       for (int64_t i = 0; i < from; i++)
         sum += c->inputs[0].values[r * from + i] * (is_forward ? w[j * k + i] : w[i * k + j]);
       c->outputs[0].values[r * to + j] = sum;
@@ -77,12 +77,15 @@ static void add_storage(ops_case *c, const char *storage, int64_t n, int64_t k, 
   ops_add_attribute(c, egi_attribute_int("block_size", block));
 }
 
+/* The bias, or what is added to a gradient. */
 static const ops_tensor *add_bias(ops_case *c, int64_t n, bool is_wanted) {
-  if (!is_wanted || c->op != EGI_OP_Linear) {
+  if (!is_wanted) {
     ops_add_absent(c);
     return NULL;
   }
-  ops_tensor *bias = ops_add_input(c, EG_DTYPE_F32, 1, &n);
+  bool is_forward = c->op == EGI_OP_Linear;
+  ops_tensor *bias =
+      ops_add_input(c, EG_DTYPE_F32, is_forward ? 1 : c->outputs[0].rank, is_forward ? &n : c->outputs[0].dims);
   ops_fill_uniform(bias, -1, 1, 22);
   return bias;
 }

@@ -380,6 +380,27 @@ static void products_are_added_in_place(void **state) {
   assert_int_equal(pass_count(fixture, EGI_OP_Add), 0);
 }
 
+/* The products with quantised matrices add what is there themselves. */
+static void quantised_products_add_themselves(void **state) {
+  pass_fixture *fixture = *state;
+  const egi_adapter_target target = {.path = "layers.0.in", .rank = 1, .scale = 1};
+  const egi_adapt_options adapt = {.adapters = &target,
+                                   .n_adapters = 1,
+                                   .has_gradient = true,
+                                   .quantise = {.is_wanted = true, .type = 1, .block = 32}};
+  pass_graph(
+      fixture,
+      "(int64[batch,sequence] input_ids) => (float[batch,sequence,2] logits)\n"
+      "<float[5,2] t = {1,2,3,4,5,6,7,8,9,0}, float[2,2] i = {1,2,3,4}, float[2,2] q = {1,2,3,4}, float[2,2] k = "
+      "{4,3,2,1}>\n"
+      "{ [\"/embed/Gather\"] e = Gather (t, input_ids)  [\"/layers.0/in/MatMul\"] x = engraft.Linear (e, i)\n"
+      "  [\"/a/L\"] a = engraft.Linear (x, q)  [\"/b/L\"] b = engraft.Linear (x, k)  d = Mul (a, b)  logits = Tanh (d) "
+      "}");
+  pass_run(fixture, "name_modules,quantize_base,append_loss,graft_adapters,differentiate,eliminate_dead", &adapt);
+  assert_int_equal(pass_count(fixture, EGI_OP_LinearGrad), 2);
+  assert_int_equal(pass_count(fixture, EGI_OP_Add), 0);
+}
+
 static void an_operator_without_a_gradient_is_named(void **state) {
   pass_fixture *fixture = *state;
   const egi_adapt_options adapt = {.is_full = true, .has_gradient = true};
@@ -461,17 +482,29 @@ static void memory_may_run_out_anywhere(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      TEST(narrow_arithmetic_becomes_wide),     TEST(a_linear_head_joins_the_loss),
-      TEST(frozen_matrices_become_codes),       TEST(a_head_becomes_codes_when_asked_for),
-      TEST(nothing_is_quantised_unasked),       TEST(adapters_are_rounded_with_their_matrix),
-      TEST(only_plain_layers_are_rounded),      TEST(positions_that_were_computed_are_refused),
-      TEST(a_gemm_over_rows_joins_the_loss),    TEST(capped_logits_stay),
-      TEST(an_adapter_keeps_the_head),          TEST(unfit_logits_are_refused),
-      TEST(adapters_stand_beside_their_layers), TEST(frozen_adapters_have_no_gradients),
-      TEST(targets_without_a_layer_are_named),  TEST(graphs_share_states),
-      TEST(full_training_joins_tied_weights),   TEST(only_wanted_gradients_are_computed),
-      TEST(products_are_added_in_place),        TEST(an_operator_without_a_gradient_is_named),
-      TEST(nothing_to_train_is_an_error),       cmocka_unit_test(memory_may_run_out_anywhere),
+      TEST(quantised_products_add_themselves),
+      TEST(narrow_arithmetic_becomes_wide),
+      TEST(a_linear_head_joins_the_loss),
+      TEST(frozen_matrices_become_codes),
+      TEST(a_head_becomes_codes_when_asked_for),
+      TEST(nothing_is_quantised_unasked),
+      TEST(adapters_are_rounded_with_their_matrix),
+      TEST(only_plain_layers_are_rounded),
+      TEST(positions_that_were_computed_are_refused),
+      TEST(a_gemm_over_rows_joins_the_loss),
+      TEST(capped_logits_stay),
+      TEST(an_adapter_keeps_the_head),
+      TEST(unfit_logits_are_refused),
+      TEST(adapters_stand_beside_their_layers),
+      TEST(frozen_adapters_have_no_gradients),
+      TEST(targets_without_a_layer_are_named),
+      TEST(graphs_share_states),
+      TEST(full_training_joins_tied_weights),
+      TEST(only_wanted_gradients_are_computed),
+      TEST(products_are_added_in_place),
+      TEST(an_operator_without_a_gradient_is_named),
+      TEST(nothing_to_train_is_an_error),
+      cmocka_unit_test(memory_may_run_out_anywhere),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
