@@ -277,6 +277,35 @@ static void adapters_stand_beside_their_layers(void **state) {
   assert_true(module->states[3].has_decay);
 }
 
+/* Two layers of one input and one of another: the first two multiply with their A at once. */
+static void adapters_of_one_input_share_a_product(void **state) {
+  pass_fixture *fixture = *state;
+  const egi_adapter_target targets[] = {{.path = "q", .rank = 1, .scale = 0.5},
+                                        {.path = "k", .rank = 2, .scale = 1},
+                                        {.path = "o", .rank = 1, .scale = 1}};
+  const egi_adapt_options adapt = {.adapters = targets, .n_adapters = 3};
+  pass_graph(fixture, "(int64[batch,sequence] input_ids) => (float[batch,sequence,2] y)\n"
+                      "<float[5,2] t = {1,2,3,4,5,6,7,8,9,0}, float[2,2] a = {1,2,3,4}, float[2,2] b = {4,3,2,1}>\n"
+                      "{ [\"/embed/Gather\"] x = Gather (t, input_ids)  [\"/q/MatMul\"] q = MatMul (x, a)\n"
+                      "  [\"/k/MatMul\"] k = MatMul (x, b)  m = Mul (q, k)  [\"/o/MatMul\"] y = MatMul (m, a) }");
+  pass_run(fixture, "name_modules,graft_adapters,join_adapters,eliminate_dead", &adapt);
+  pass_run_settled(fixture, "join_adapters");
+  assert_int_equal(pass_count(fixture, EGI_OP_MatMul), 3 + 2); /* the layers, two products with A */
+  assert_int_equal(pass_count(fixture, EGI_OP_AddMatMul), 3);
+  assert_int_equal(pass_count(fixture, EGI_OP_Concat), 1);
+  for (egi_node_id id = 1; id < fixture->graph->n_nodes; id++) {
+    const egi_node *node = &fixture->graph->nodes[id];
+    if (node->op != EGI_OP_Split) continue;
+    assert_int_equal(node->n_outputs, 2);
+    for (int i = 0; i < 2; i++) { /* ranks 1 and 2 */
+      int64_t rank = 0;
+      const egi_value *piece = &fixture->graph->values[node->outputs[i]];
+      assert_true(egi_dim_value(fixture->graph->module->dims, piece->dims[2], &rank));
+      assert_int_equal(rank, i + 1);
+    }
+  }
+}
+
 static void frozen_adapters_have_no_gradients(void **state) {
   pass_fixture *fixture = *state;
   const egi_adapter_target target = {.path = "head", .rank = 1, .scale = 1};
@@ -496,6 +525,7 @@ int main(void) {
       TEST(an_adapter_keeps_the_head),
       TEST(unfit_logits_are_refused),
       TEST(adapters_stand_beside_their_layers),
+      TEST(adapters_of_one_input_share_a_product),
       TEST(frozen_adapters_have_no_gradients),
       TEST(targets_without_a_layer_are_named),
       TEST(graphs_share_states),
