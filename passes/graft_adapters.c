@@ -321,8 +321,10 @@ static eg_status replace_all(grafter *state) {
 static eg_status graft_beside_modules(grafter *state) {
   egi_saved_parameter *saved = NULL;
   size_t n = 0;
-  EG_TRY(graft_all(state)); /* first: layers are found by the weights above them */
+  /* Looked for while nodes stand in order, replaced when layers need not be found by the weights above them any more.
+   */
   EG_TRY(egi_find_saved_parameters(state->graph, state->run->adapt->modules, &state->arena, &saved, &n));
+  EG_TRY(graft_all(state));
   for (size_t i = 0; i < n; i++) EG_TRY(replace_one(state, &saved[i].parameter, &saved[i].state));
   return EG_OK;
 }

@@ -86,15 +86,16 @@ static bool selects(const char *name, const egi_parameter *parameter, egi_arena 
 /* A name that selects nothing is a mistake. */
 static eg_status check_names(const egi_graph *graph, const egi_saved_parameter *list, size_t n, const char *modules,
                              egi_arena *arena) {
-  for (const char *at = modules; *at != '\0';) {
-    size_t length = strcspn(at, ","), i = 0;
-    const char *name = egi_arena_copy_text(arena, at, length);
+  for (const char *at = modules; at != NULL;) {
+    const char *comma = strchr(at, ',');
+    const char *name = egi_arena_copy_text(arena, at, comma ? (size_t)(comma - at) : strlen(at));
+    size_t i = 0;
     if (!name) return EG_ERROR_MEMORY;
     while (i < n && !selects(name, &list[i].parameter, arena)) i++;
     if (i == n)
       return egi_fail(graph->module->ctx, EG_ERROR_ARGUMENT,
                       "modules to save: no module with weights that can be trained is named \"%s\"", name);
-    at += length + (at[length] == ',');
+    at = comma ? comma + 1 : NULL;
   }
   return EG_OK;
 }

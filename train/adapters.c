@@ -194,6 +194,9 @@ eg_status egi_adapters_choose(const egi_graph *graph, const eg_trainer_options *
   EG_TRY(spell_targets(linears, n, &taken, arena, &adapters));
   size_t n_linear = adapters.count;
   EG_TRY(egi_adapters_choose_experts(graph, options->target_parameters, arena, &adapters));
+  if (adapters.count == 0 && config->modules != NULL)
+    return egi_fail(arena->ctx, EG_ERROR_ARGUMENT,
+                    "modules to save stand beside adapters, and there are none: PEFT loads no such folder");
   EG_TRY(check_patterns(&adapters, config->ranks, config->n_ranks, arena->ctx));
   EG_TRY(check_patterns(&adapters, config->alphas, config->n_alphas, arena->ctx));
   if (adapters.count > n_linear && options->dropout > 0.0) /* as PEFT */

@@ -232,9 +232,49 @@ typedef struct refusal {
   const char *part;
 } refusal;
 
+/* A head behind a layer that has an adapter. */
+static void test_classifier(void **state) {
+  api_fixture *fixture = *state;
+  char data[512];
+  size_t n = 0;
+  eg_model *model = load(fixture, "encoders/classification/model.onnx");
+  eg_dataset *dataset;
+  eg_trainer_options options = api_options();
+  eg_trainer *trainer;
+  snprintf(data, sizeof data, "%s/encoders/classification/data.jsonl", EGI_TEST_DATA);
+  api_must(fixture->ctx, eg_dataset_load(fixture->ctx, data, NULL, &dataset));
+  options.modules_to_save = "classifier";
+  api_must(fixture->ctx, eg_trainer_create(model, dataset, &options, &trainer));
+  api_must(fixture->ctx, eg_trainer_step(trainer, NULL));
+  float *weight = gradient_of(trainer, PREFIX "classifier.weight", &n), *bias = NULL;
+  if (weight != NULL) bias = gradient_of(trainer, PREFIX "classifier.bias", &n);
+  if (weight == NULL || bias == NULL) fail_msg("the head is not trained");
+  free(weight);
+  free(bias);
+  eg_trainer_destroy(trainer);
+  eg_dataset_destroy(dataset);
+  eg_model_destroy(model);
+}
+
+/* PEFT loads no folder without adapters. */
+static void test_alone(void **state) {
+  api_fixture *fixture = *state;
+  eg_model *model = load(fixture, "llama/model.dynamo-op23-sdpa.onnx");
+  eg_dataset *dataset = api_dataset(fixture->ctx, 3, 20);
+  eg_trainer_options options = api_options();
+  eg_trainer *trainer;
+  options.targets = "none";
+  options.modules_to_save = "lm_head";
+  assert_int_equal(eg_trainer_create(model, dataset, &options, &trainer), EG_ERROR_ARGUMENT);
+  api_expect_error(fixture->ctx, "stand beside adapters");
+  eg_dataset_destroy(dataset);
+  eg_model_destroy(model);
+}
+
 static void test_refusals(void **state) {
   static const refusal rows[] = {
       {"llama/model.dynamo-op23-sdpa.onnx", "classifier", 0, EG_ERROR_ARGUMENT, "is named \"classifier\""},
+      {"llama/model.dynamo-op23-sdpa.onnx", "norm,", 0, EG_ERROR_ARGUMENT, "is named \"\""},
       {"llama/model.dynamo-op23-sdpa.onnx", "lm_head", 1, EG_ERROR_ARGUMENT, "modules_to_save"},
       {"qwen3/model.genai-float32.onnx", "k_proj", 0, EG_ERROR_UNSUPPORTED, "all of them or none"},
       {"llama/model.genai-int4.onnx", "down_proj", 0, EG_ERROR_UNSUPPORTED, "stored quantised"},
@@ -259,6 +299,8 @@ int main(void) {
                                      cmocka_unit_test_setup_teardown(test_tied, api_setup, api_teardown),
                                      cmocka_unit_test_setup_teardown(test_tied_head, api_setup, api_teardown),
                                      cmocka_unit_test_setup_teardown(test_save, api_setup, api_teardown),
+                                     cmocka_unit_test_setup_teardown(test_classifier, api_setup, api_teardown),
+                                     cmocka_unit_test_setup_teardown(test_alone, api_setup, api_teardown),
                                      cmocka_unit_test_setup_teardown(test_refusals, api_setup, api_teardown)};
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
