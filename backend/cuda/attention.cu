@@ -98,7 +98,11 @@ egi_cuda_status provide_plan(attention_call &call, cudaStream_t stream) {
 extern "C" size_t egi_cuda_attention_workspace(const egi_cuda_attention *attention, egi_attention_kernels kernels,
                                                int is_backward) {
   bool is_sm90 = false;
-  if (egi::choose_family(*attention, kernels, is_sm90) != EGI_CUDA_OK) is_sm90 = false;
+  const egi_cuda_status status = egi::choose_family(*attention, kernels, is_sm90);
+  if (status == EGI_CUDA_FAILED) /* no device: plans are made for a Hopper then */
+    is_sm90 = kernels != EGI_ATTENTION_MMA && egi::has_hopper_kernels(*attention);
+  else if (status != EGI_CUDA_OK)
+    is_sm90 = false;
   return egi::carve_workspace(*attention, egi::find_kind(is_sm90, is_backward != 0)).size_bytes;
 }
 

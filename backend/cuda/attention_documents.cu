@@ -50,7 +50,9 @@ bool has_own_visibility(const attention_node *node) {
 
 bool takes_fast_way(const attention_node *node, const general::head_strides *rows, unsigned n_rows) {
   const general::attention &a = node->shared;
-  if (!node->is_masked || node->element == ELEMENT_F32 || !a.is_causal || a.mask_form != general::MASK_NONE)
+  const bool has_sinks = a.sink_element != ELEMENT_F32 || a.sink_stride > 1; /* of another form than the launcher's */
+  if (!has_launchers() || !node->is_masked || node->element == ELEMENT_F32 || !a.is_causal ||
+      a.mask_form != general::MASK_NONE || has_sinks)
     return false;
   if (a.n_queries < 1 || a.n_queries > a.n_keys || a.n_batches < 1 || !(a.scale > 0.0f) ||
       !has_fast_sizes(a.width, a.value_width))

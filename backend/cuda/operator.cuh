@@ -31,6 +31,11 @@ inline size_t bytes_of(element_kind element) {
   return element == ELEMENT_F32 ? 4 : 2;
 }
 
+/* The launchers of attention.h and ragged.h need tensor cores for both types of 16 bits. */
+inline bool has_launchers() {
+  return egi_cuda_get_limits().compute_capability >= 80;
+}
+
 inline bool is_aligned_to(const void *pointer, uintptr_t alignment) {
   return reinterpret_cast<uintptr_t>(pointer) % alignment == 0;
 }

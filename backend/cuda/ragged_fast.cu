@@ -125,14 +125,15 @@ eg_status multiply_decoded(eg_context *ctx, const ragged_node *node, const egi_k
   return EG_OK;
 }
 
-eg_status set_bias(eg_context *ctx, const ragged_node *node, const egi_kernel_call *call, const expert_weights &weights,
+eg_status set_bias(eg_context *ctx, const ragged_node *node, const egi_kernel_call *call, expert_weights *weights,
                    egi_ragged_product *p) {
   if (node->is_backward || node->ragged.counts[EGI_RAGGED_BIAS] == 0) return EG_OK;
   const void *own = call->inputs[node->ragged.first[EGI_RAGGED_BIAS]].data;
   p->bias = own;
   if (node->has_own_bias && is_aligned_to(own, 16)) return EG_OK;
   void *bias = workspace_start(call) + node->bias_at;
-  EGI_CUDA_TRY(ctx, ragged_general::decode_bias(weights, node->ragged.n_experts, bias, node->element,
+  EG_TRY(load_weights(ctx, node, call, weights));
+  EGI_CUDA_TRY(ctx, ragged_general::decode_bias(*weights, node->ragged.n_experts, bias, node->element,
                                                 egi_cuda_stream_of(call)->stream));
   p->bias = bias;
   return EG_OK;
@@ -152,9 +153,9 @@ bool has_fast_address(const egi_tensor *tensor) {
 void choose_ragged_way(const egi_kernel_plan *plan, ragged_node *node, workspace_room *room) {
   const int64_t n_experts = node->ragged.n_experts;
   const bool has_addend = !node->is_backward && egi_plan_has_input(plan, EGI_RAGGED_ADDEND);
-  node->is_fast = node->element != ELEMENT_F32 && is_multiple_of_8(node->n) && is_multiple_of_8(node->k) &&
-                  node->n_rows > 0 && has_fast_rows(&plan->inputs[0]) && has_fast_rows(&plan->outputs[0]) &&
-                  is_countable(node) && !(has_addend && node->k <= FEW_INPUTS);
+  node->is_fast = has_launchers() && node->element != ELEMENT_F32 && is_multiple_of_8(node->n) &&
+                  is_multiple_of_8(node->k) && node->n_rows > 0 && has_fast_rows(&plan->inputs[0]) &&
+                  has_fast_rows(&plan->outputs[0]) && is_countable(node) && !(has_addend && node->k <= FEW_INPUTS);
   if (!node->is_fast) return;
   node->source = source_of(plan, node);
   node->has_own_bias = has_own_bias(plan, node);
@@ -191,7 +192,10 @@ eg_status multiply_fast(eg_context *ctx, const ragged_node *node, const egi_kern
   p.y = product.out;
   p.row_weight = product.factors;
   EG_TRY(set_bias(ctx, node, call, product.weights, &p));
-  if (node->source == WEIGHT_DECODED) return multiply_decoded(ctx, node, call, product.weights, p);
+  if (node->source == WEIGHT_DECODED) {
+    EG_TRY(load_weights(ctx, node, call, product.weights));
+    return multiply_decoded(ctx, node, call, *product.weights, p);
+  }
   if (node->source == WEIGHT_NF4) {
     EG_TRY(set_nf4(ctx, node, call, &p));
   } else {

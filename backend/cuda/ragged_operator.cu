@@ -138,8 +138,8 @@ eg_status run_fast_way(eg_context *ctx, const linear_node *l, const egi_kernel_c
 }
 
 /* out = .. ; without `is_weighted` neither alpha nor weights of rows are in it. */
-eg_status multiply_rows(eg_context *ctx, const linear_node *l, const egi_kernel_call *call,
-                        const expert_weights &weights, const int32_t *offsets, bool is_weighted) {
+eg_status multiply_rows(eg_context *ctx, const linear_node *l, const egi_kernel_call *call, expert_weights *weights,
+                        const int32_t *offsets, bool is_weighted) {
   const ragged_node *node = &l->node;
   ragged_general::tile_list list;
   bool is_done = false;
@@ -148,7 +148,8 @@ eg_status multiply_rows(eg_context *ctx, const linear_node *l, const egi_kernel_
     EG_TRY(run_fast_way(ctx, l, call, {weights, offsets, nullptr, {nullptr, 0}}, is_weighted, &is_done));
   if (is_done) return EG_OK;
   ragged_general::product p = {};
-  p.w = weights;
+  EG_TRY(load_weights(ctx, node, call, weights));
+  p.w = *weights;
   p.list = list;
   p.n_rows = node->n_rows;
   p.n_experts = node->ragged.n_experts;
@@ -171,12 +172,13 @@ eg_status multiply_rows(eg_context *ctx, const linear_node *l, const egi_kernel_
   return EG_OK;
 }
 
-eg_status weigh_rows(eg_context *ctx, const linear_node *l, const egi_kernel_call *call, const expert_weights &weights,
+eg_status weigh_rows(eg_context *ctx, const linear_node *l, const egi_kernel_call *call, expert_weights *weights,
                      const int32_t *offsets) {
   const ragged_node *node = &l->node;
   ragged_general::weighing w = {};
+  EG_TRY(load_weights(ctx, node, call, weights));
   w.offsets = offsets;
-  w.w = weights;
+  w.w = *weights;
   w.n_rows = node->n_rows;
   w.n_experts = node->ragged.n_experts;
   w.alpha = static_cast<float>(node->ragged.alpha);
@@ -225,33 +227,33 @@ eg_status load_tiles(eg_context *ctx, const ragged_node *node, const egi_kernel_
   return EG_OK;
 }
 
-eg_status load_weights(eg_context *ctx, const ragged_node *node, const egi_kernel_call *call,
-                       expert_weights *out_weights) {
+eg_status load_weights(eg_context *ctx, const ragged_node *node, const egi_kernel_call *call, expert_weights *weights) {
   const egi_ragged *ragged = &node->ragged;
   expert_operand *tables = reinterpret_cast<expert_operand *>(workspace_start(call) + node->tables_at);
-  const expert_operand **roles[EGI_RAGGED_ROLES] = {&out_weights->weight, &out_weights->bias, &out_weights->scales,
-                                                    &out_weights->zeros};
-  *out_weights = {};
+  const expert_operand **roles[EGI_RAGGED_ROLES] = {&weights->weight, &weights->bias, &weights->scales,
+                                                    &weights->zeros};
+  if (weights->weight != nullptr) return EG_OK;
+  *weights = {};
   for (unsigned role = 0; role < EGI_RAGGED_ROLES; role++) {
     if (ragged->counts[role] == 0) continue;
     *roles[role] = tables + role * ragged->n_experts;
     EG_TRY(load_table(ctx, node, call, role, tables + role * ragged->n_experts));
   }
   if (ragged->counts[EGI_RAGGED_BIAS] > 0)
-    out_weights->bias_element = element_of(call->inputs[ragged->first[EGI_RAGGED_BIAS]].dtype);
+    weights->bias_element = element_of(call->inputs[ragged->first[EGI_RAGGED_BIAS]].dtype);
   if (ragged->counts[EGI_RAGGED_SCALES] > 0)
-    out_weights->scale_element = element_of(call->inputs[ragged->first[EGI_RAGGED_SCALES]].dtype);
-  out_weights->weight_element = element_of(call->inputs[ragged->first[EGI_RAGGED_WEIGHT]].dtype);
-  out_weights->storage = !ragged->is_quantised ? ragged_general::STORAGE_DENSE
-                         : ragged->has_levels  ? ragged_general::STORAGE_LEVELS
-                                               : ragged_general::STORAGE_BITS;
-  out_weights->bits = static_cast<int>(ragged->bits);
-  out_weights->is_fp4 = ragged->quant_type == 0;
-  out_weights->block = ragged->block_size > 0 ? ragged->block_size : ragged->in_features;
-  out_weights->n = node->n;
-  out_weights->k = node->k;
-  out_weights->is_stack = ragged->counts[EGI_RAGGED_WEIGHT] == 1;
-  out_weights->is_nested = ragged->has_levels && ragged->counts[EGI_RAGGED_ZEROS] > 0;
+    weights->scale_element = element_of(call->inputs[ragged->first[EGI_RAGGED_SCALES]].dtype);
+  weights->weight_element = element_of(call->inputs[ragged->first[EGI_RAGGED_WEIGHT]].dtype);
+  weights->storage = !ragged->is_quantised ? ragged_general::STORAGE_DENSE
+                     : ragged->has_levels  ? ragged_general::STORAGE_LEVELS
+                                           : ragged_general::STORAGE_BITS;
+  weights->bits = static_cast<int>(ragged->bits);
+  weights->is_fp4 = ragged->quant_type == 0;
+  weights->block = ragged->block_size > 0 ? ragged->block_size : ragged->in_features;
+  weights->n = node->n;
+  weights->k = node->k;
+  weights->is_stack = ragged->counts[EGI_RAGGED_WEIGHT] == 1;
+  weights->is_nested = ragged->has_levels && ragged->counts[EGI_RAGGED_ZEROS] > 0;
   return EG_OK;
 }
 
@@ -271,20 +273,18 @@ extern "C" eg_status egi_cuda_prepare_ragged_linear_grad(egi_kernel_plan *plan) 
 
 extern "C" eg_status egi_cuda_run_ragged_linear(eg_context *ctx, const egi_kernel_call *call) {
   const egi::linear_node *l = static_cast<const egi::linear_node *>(call->params);
-  egi::ragged_general::expert_weights weights;
+  egi::ragged_general::expert_weights weights = {};
   const int32_t *offsets = nullptr;
   EG_TRY(egi::load_offsets(ctx, &l->node, call, EGI_RAGGED_OFFSETS, &offsets));
-  EG_TRY(egi::load_weights(ctx, &l->node, call, &weights));
-  return egi::multiply_rows(ctx, l, call, weights, offsets, true);
+  return egi::multiply_rows(ctx, l, call, &weights, offsets, true);
 }
 
 extern "C" eg_status egi_cuda_run_ragged_linear_grad(eg_context *ctx, const egi_kernel_call *call) {
   const egi::linear_node *l = static_cast<const egi::linear_node *>(call->params);
-  egi::ragged_general::expert_weights weights;
+  egi::ragged_general::expert_weights weights = {};
   const int32_t *offsets = nullptr;
   const bool wants_weight = egi::has_output(call->outputs, call->n_outputs, 1);
   EG_TRY(egi::load_offsets(ctx, &l->node, call, EGI_RAGGED_OFFSETS, &offsets));
-  EG_TRY(egi::load_weights(ctx, &l->node, call, &weights));
-  EG_TRY(egi::multiply_rows(ctx, l, call, weights, offsets, !wants_weight));
-  return wants_weight ? egi::weigh_rows(ctx, l, call, weights, offsets) : EG_OK;
+  EG_TRY(egi::multiply_rows(ctx, l, call, &weights, offsets, !wants_weight));
+  return wants_weight ? egi::weigh_rows(ctx, l, call, &weights, offsets) : EG_OK;
 }

@@ -40,9 +40,9 @@ eg_status load_offsets(eg_context *ctx, const ragged_node *node, const egi_kerne
 /* Checks the offsets and lists the tiles of rows. */
 eg_status load_tiles(eg_context *ctx, const ragged_node *node, const egi_kernel_call *call, const int32_t *offsets,
                      ragged_general::tile_list *out_list);
-/* Tables of the experts' operands. */
+/* Tables of the experts' operands, made where they are not there yet (`weight` is NULL). */
 eg_status load_weights(eg_context *ctx, const ragged_node *node, const egi_kernel_call *call,
-                       ragged_general::expert_weights *out_weights);
+                       ragged_general::expert_weights *weights);
 ragged_general::matrix matrix_of(const egi_tensor *tensor);
 
 /* Whether the launcher takes an operand's rows. */
@@ -52,7 +52,7 @@ bool has_fast_address(const egi_tensor *tensor);
 void choose_ragged_way(const egi_kernel_plan *plan, ragged_node *node, workspace_room *room);
 /* out = factors * (input 0 times the matrices + bias). */
 struct fast_product {
-  ragged_general::expert_weights weights;
+  ragged_general::expert_weights *weights; /* loaded when something has to be decoded */
   const int32_t *offsets;
   const float *factors; /* a row each, or NULL */
   egi_cuda_matrix out;

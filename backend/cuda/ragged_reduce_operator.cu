@@ -68,7 +68,7 @@ extern "C" eg_status egi_cuda_prepare_ragged_reduce(egi_kernel_plan *plan) {
   if (node->n_rows > INT32_MAX - 1024)
     return egi_fail_node(plan->graph, plan->node, EG_ERROR_UNSUPPORTED, "more rows than kernels count");
   egi::place_lists(node, 0, &room);
-  node->is_fast = node->element != egi::ELEMENT_F32 && node->n > 0 && node->n % 8 == 0 && node->k > 0 &&
+  node->is_fast = egi::has_launchers() && node->element != egi::ELEMENT_F32 && node->n > 0 && node->n % 8 == 0 && node->k > 0 &&
                   node->k % 8 == 0 && node->n_rows > 0 && egi::has_fast_rows(left) && egi::has_fast_rows(right) &&
                   egi::is_countable(node);
   const bool is_plain = !(node->ragged.alpha < 1.0) && !(node->ragged.alpha > 1.0);

@@ -15,7 +15,7 @@ extern "C" {
 namespace egi {
 namespace {
 
-enum { LIMIT_EXPERTS = 2048, MANY_EXPERTS = 256, WARPS = 4, SCATTER_THREADS = 256 };
+enum { LIMIT_EXPERTS = 1024, MANY_EXPERTS = 256, WARPS = 4, SCATTER_THREADS = 256 };
 enum { OUTPUT_EXPERT, OUTPUT_SOURCE_ROW, OUTPUT_INVERSE, OUTPUT_OFFSETS, OUTPUT_WEIGHT };
 
 /* What the router does; of egi_moe. */
