@@ -83,6 +83,7 @@ static eg_status place_others(egi_planner *planner) {
                                                            : NULL;
     if (total != NULL) {
       storage->offset_bytes = *total;
+      storage->is_placed = true;
       *total += egi_align(storage->size_bytes);
     } else if (storage->kind == EGI_STORAGE_WEIGHT) {
       plan->weights[plan->n_weights++] = storage->index;

@@ -37,6 +37,7 @@ typedef struct egi_storage {
   uint64_t root_offset;
   bool is_fixed;    /* written by the set-up list */
   bool is_output;   /* read after the run */
+  bool is_placed;   /* KNOWN: something refers to it, it has an offset */
   uint32_t version; /* STATE: updates so far while steps are made */
   uint32_t n_reads, n_writes, writer;
   uint32_t first[EGI_N_STREAMS], last[EGI_N_STREAMS];

@@ -239,8 +239,7 @@ eg_status egi_session_run(egi_session *session) {
 static eg_status upload_known(egi_session *session) {
   for (uint32_t i = 1; i < session->plan->n_storages; i++) {
     const egi_storage *storage = &session->plan->storages[i];
-    uint64_t end = storage->offset_bytes + storage->size_bytes;
-    if (storage->kind != EGI_STORAGE_KNOWN || storage->size_bytes == 0 || end > session->known.size_bytes) continue;
+    if (storage->kind != EGI_STORAGE_KNOWN || storage->size_bytes == 0 || !storage->is_placed) continue;
     uint8_t *dst = (uint8_t *)session->known.memory + storage->offset_bytes;
     EG_TRY(session->backend->upload(session->device, dst, storage->bytes, (size_t)storage->size_bytes));
   }
