@@ -179,24 +179,27 @@ static eg_status set_product(egi_inference *in, int from) {
   return egi_shape_set(in, 0, x->dtype, x->rank, dims);
 }
 
+/* What is added has the shape of the result. */
+static eg_status check_term(const egi_inference *in) {
+  const egi_value *term = egi_shape_input(in, EGI_LINEAR_BIAS), *y = &in->graph->values[in->node->outputs[0]];
+  EG_TRY(egi_shape_check_input_rank(in, EGI_LINEAR_BIAS, y->rank));
+  for (int d = 0; d < y->rank; d++) EG_TRY(egi_shape_equal(in, "what is added", term->dims[d], y->dims[d], NULL));
+  return EG_OK;
+}
+
 eg_status egi_shape_linear(egi_inference *in) {
   const egi_value *bias = egi_shape_input(in, EGI_LINEAR_BIAS);
   EG_TRY(set_product(in, 1));
   if (bias == NULL) return EG_OK;
   const egi_value *y = &in->graph->values[in->node->outputs[0]];
+  if (bias->rank == y->rank) return check_term(in);
   EG_TRY(egi_shape_check_input_rank(in, EGI_LINEAR_BIAS, 1));
   return egi_shape_equal(in, "the bias", bias->dims[0], y->dims[y->rank - 1], NULL);
 }
 
-/* What is added has the shape of the result. */
 eg_status egi_shape_linear_grad(egi_inference *in) {
-  const egi_value *term = egi_shape_input(in, EGI_LINEAR_BIAS);
   EG_TRY(set_product(in, 0));
-  if (term == NULL) return EG_OK;
-  const egi_value *dx = &in->graph->values[in->node->outputs[0]];
-  EG_TRY(egi_shape_check_input_rank(in, EGI_LINEAR_BIAS, dx->rank));
-  for (int d = 0; d < dx->rank; d++) EG_TRY(egi_shape_equal(in, "the term", term->dims[d], dx->dims[d], NULL));
-  return EG_OK;
+  return egi_shape_input(in, EGI_LINEAR_BIAS) != NULL ? check_term(in) : EG_OK;
 }
 
 /* ---- codes that are never stored -------------------------------------------------------------------------------- */

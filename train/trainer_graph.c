@@ -105,8 +105,8 @@ static eg_status check_static(const egi_graph *graph) {
 }
 
 eg_status egi_differentiate(egi_graph *graph, uint32_t tiles) {
-  static const char *const names[] = {"tile_rows", "join_adapters", "differentiate", "eliminate_common",
-                                      "eliminate_dead"};
+  static const char *const names[] = {"tile_rows",     "join_adapters",    "add_base_last",
+                                      "differentiate", "eliminate_common", "eliminate_dead"};
   const egi_checkpoint_options checkpoints = {.tiles = tiles};
   const egi_pipeline_options options = {.checkpoints = &checkpoints};
   return egi_passes_run(graph, names, EGI_COUNT(names), &options, NULL);

@@ -77,9 +77,10 @@ static eg_status reserve_scratch(egi_kernel_plan *plan, linear_params *p) {
 }
 
 /* What is added, in the shape of the result: a bias is one row for all. */
-static eg_status read_term(const egi_kernel_plan *plan, bool is_bias, egi_tensor *out) {
+static eg_status read_term(const egi_kernel_plan *plan, bool is_forward, egi_tensor *out) {
   const egi_tensor *term = &plan->inputs[EGI_LINEAR_BIAS], *y = &plan->outputs[0];
   int last = y->rank - 1;
+  bool is_bias = is_forward && term->rank != y->rank;
   bool fits = is_bias ? term->rank == 1 && term->dims[0] == y->dims[last] : term->rank == y->rank;
   if (term->dtype != EG_DTYPE_F32 && term->dtype != EG_DTYPE_F16 && term->dtype != EG_DTYPE_BF16)
     return egi_fail_types(plan);

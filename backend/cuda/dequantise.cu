@@ -54,6 +54,12 @@ __device__ float flat_scale(const egi_quantised &m, int64_t index) {
   return __fadd_rn(__fmul_rn(step, m.nested[EGI_NESTED_HEADER + index / EGI_NESTED_BLOCK]), m.nested[0]);
 }
 
+/* Most divisors are 1, or more than what is divided: blocks of a row, or of a whole column. */
+__device__ int64_t divide(int64_t a, int64_t b) {
+  if (b == 1) return a;
+  return a < b ? 0 : a / b;
+}
+
 /* What stands between a code and its value. */
 struct affine {
   float scale, zero;
@@ -62,7 +68,7 @@ struct affine {
 __device__ affine affine_at(const decoding &d, int64_t row, int64_t column) {
   const egi_quantised &m = d.matrix;
   if (m.flat_block > 0) return {flat_scale(m, (row * m.code_row_stride + column) / m.flat_block), 0.0f};
-  int64_t r = row / m.block_rows, c = column / m.block_columns;
+  int64_t r = divide(row, m.block_rows), c = divide(column, m.block_columns);
   if (m.group_index != nullptr) {
     c = m.group_index[column];
     if (c < 0 || c >= m.scale_row_stride) {

@@ -273,8 +273,8 @@ static eg_status multiply(const head_run *run, const egi_cuda_product *product) 
                                   .a = operand_of(&product->a),
                                   .b = operand_of(&product->b),
                                   .c = operand_of(&product->c),
-                                  .alpha = product->alpha,
-                                  .beta = product->beta};
+                                  .alpha = (double)product->alpha,
+                                  .beta = (double)product->beta};
   if (product->addend.data != NULL) plain.addend = operand_of(&product->addend);
   return egi_cuda_multiply_plainly(run->ctx, &plain, run->stream);
 }

@@ -134,7 +134,7 @@ static eg_status describe(eg_context *ctx, const egi_cuda_product *p, const egi_
 }
 
 eg_status egi_cuda_multiply(eg_context *ctx, const egi_cuda_product *product, const egi_cuda_stream *stream) {
-  descriptors d = {NULL};
+  descriptors d = {.operation = NULL};
   eg_status status = describe(ctx, product, stream, &d);
   if (status == EG_OK) status = launch(ctx, product, stream, &d);
   destroy(&d);

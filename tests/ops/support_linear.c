@@ -56,11 +56,11 @@ static void add_ends(ops_case *c, int rank, const int64_t *rows, int64_t from, i
 
 /* y = x·Wᵀ + bias, or dX = dY·W + term, for w [n, k]. */
 static void expect_product(ops_case *c, const double *w, int64_t n, int64_t k, const ops_tensor *bias) {
-  bool is_forward = c->op == EGI_OP_Linear;
+  bool is_forward = c->op == EGI_OP_Linear, is_one_row = bias != NULL && ops_count(bias) < ops_count(&c->outputs[0]);
   int64_t from = is_forward ? k : n, to = is_forward ? n : k, rows = from > 0 ? ops_count(&c->inputs[0]) / from : 0;
   for (int64_t r = 0; r < rows; r++)
     for (int64_t j = 0; j < to; j++) {
-      double sum = bias != NULL ? bias->values[is_forward ? j : r * to + j] : 0.0;
+      double sum = bias != NULL ? bias->values[is_one_row ? j : r * to + j] : 0.0;
       for (int64_t i = 0; i < from; i++)
         sum += c->inputs[0].values[r * from + i] * (is_forward ? w[j * k + i] : w[i * k + j]);
       c->outputs[0].values[r * to + j] = sum;
@@ -77,15 +77,16 @@ static void add_storage(ops_case *c, const char *storage, int64_t n, int64_t k, 
   ops_add_attribute(c, egi_attribute_int("block_size", block));
 }
 
-/* The bias, or what is added to a gradient. */
-static const ops_tensor *add_bias(ops_case *c, int64_t n, bool is_wanted) {
-  if (!is_wanted) {
+typedef enum term_kind { NO_TERM, ONE_ROW, WHOLE_TERM } term_kind;
+
+/* The bias; what is added to a gradient is never one row. */
+static const ops_tensor *add_bias(ops_case *c, int64_t n, term_kind kind) {
+  if (kind == NO_TERM) {
     ops_add_absent(c);
     return NULL;
   }
-  bool is_forward = c->op == EGI_OP_Linear;
-  ops_tensor *bias =
-      ops_add_input(c, EG_DTYPE_F32, is_forward ? 1 : c->outputs[0].rank, is_forward ? &n : c->outputs[0].dims);
+  bool is_row = c->op == EGI_OP_Linear && kind == ONE_ROW;
+  ops_tensor *bias = ops_add_input(c, EG_DTYPE_F32, is_row ? 1 : c->outputs[0].rank, is_row ? &n : c->outputs[0].dims);
   ops_fill_uniform(bias, -1, 1, 22);
   return bias;
 }
@@ -141,7 +142,7 @@ static void check_nbits(void **state, egi_op op, sizes s, const nbits_form *form
   const int64_t weight_dims[3] = {s.n, blocks, s.block * form->bits / 8}, scale_dims[2] = {s.n, blocks};
   const int64_t flat = s.n * blocks;
   ops_fill_uniform(ops_add_input(&c, EG_DTYPE_U8, 3, weight_dims), 0, 255, 23);
-  const ops_tensor *bias = add_bias(&c, s.n, rows % 2 == 0);
+  const ops_tensor *bias = add_bias(&c, s.n, rows % 2 == 0 ? ONE_ROW : NO_TERM);
   ops_fill_uniform(ops_add_input(&c, form->scales, form->is_flat ? 1 : 2, form->is_flat ? &flat : scale_dims), -0.1,
                    0.1, 24);
   add_nbits_zeros(&c, form, s.n, blocks);
@@ -206,7 +207,7 @@ static void check_bnb4(void **state, egi_op op, sizes s, int64_t type, bool is_n
   add_ends(&c, 2, row_shapes[2] + 1, op == EGI_OP_Linear ? s.k : s.n, op == EGI_OP_Linear ? s.n : s.k);
   const ops_tensor *codes = ops_add_input(&c, EG_DTYPE_U8, 1, &n_bytes);
   ops_fill_uniform(&c.inputs[1], 0, 255, 27);
-  const ops_tensor *bias = add_bias(&c, s.n, true);
+  const ops_tensor *bias = add_bias(&c, s.n, ONE_ROW);
   add_flat_scales(&c, n_scales, is_nested);
   add_storage(&c, "bnb4", s.n, s.k, s.block);
   ops_add_attribute(&c, egi_attribute_int("quant_type", type));
@@ -250,7 +251,7 @@ static void check_blocked(void **state, egi_op op, int64_t n, int64_t k, const b
   int rank = form->block > 0 ? 2 : form->block == 0 ? 1 : 0;
   add_ends(&c, 3, row_shapes[1], op == EGI_OP_Linear ? k : n, op == EGI_OP_Linear ? n : k);
   ops_fill_uniform(ops_add_input(&c, form->dtype, 2, dims), form->dtype == EG_DTYPE_U8 ? 0 : -128, 127, 29);
-  const ops_tensor *bias = add_bias(&c, n, true);
+  const ops_tensor *bias = add_bias(&c, n, WHOLE_TERM);
   ops_fill_uniform(ops_add_input(&c, EG_DTYPE_F32, rank, scale_dims), 0.01, 0.1, 30);
   if (form->has_zeros) ops_fill_uniform(ops_add_input(&c, form->dtype, rank, scale_dims), 0, 20, 31);
   ops_add_attribute(&c, egi_attribute_string("storage", "blocked"));
@@ -280,8 +281,9 @@ static void check_plain(void **state, int rank, sizes s, eg_dtype dtype, eg_dtyp
   ops_fill_uniform(ops_add_input(&c, dtype, rank, dims), -2, 2, 32);
   ops_tensor *weight = ops_add_input(&c, weight_type, 2, weight_dims), *bias = NULL;
   ops_fill_uniform(weight, -2, 2, 33);
+  const int64_t whole[4] = {2, 3, 5, s.n};
   if (rank != 2) {
-    bias = ops_add_input(&c, weight_type, 1, &s.n);
+    bias = ops_add_input(&c, weight_type, rank == 4 ? 4 : 1, rank == 4 ? whole : &s.n);
     ops_fill_uniform(bias, -2, 2, 34);
   }
   dims[rank - 1] = s.n;

@@ -306,6 +306,26 @@ static void adapters_of_one_input_share_a_product(void **state) {
   }
 }
 
+/* The layer adds its adapter, unless its own result is used elsewhere or it has a bias. */
+static void a_layer_adds_its_adapter(void **state) {
+  pass_fixture *fixture = *state;
+  const egi_adapter_target targets[] = {{.path = "q", .rank = 1, .scale = 0.5},
+                                        {.path = "k", .rank = 1, .scale = 1},
+                                        {.path = "v", .rank = 1, .scale = 1}};
+  const egi_adapt_options adapt = {.adapters = targets, .n_adapters = 3};
+  pass_graph(fixture, "(int64[batch,sequence] input_ids) => (float[batch,sequence,2] y)\n"
+                      "<float[5,2] t = {1,2,3,4,5,6,7,8,9,0}, float[2,2] a = {1,2,3,4}, float[2,2] b = {4,3,2,1},\n"
+                      " float[2] c = {1,2}>\n"
+                      "{ [\"/embed/Gather\"] x = Gather (t, input_ids)  [\"/q/Linear\"] q = engraft.Linear (x, a)\n"
+                      "  [\"/k/Linear\"] k = engraft.Linear (q, b)  [\"/v/Linear\"] y = engraft.Linear (k, b, c) }");
+  pass_run(fixture, "name_modules,graft_adapters,add_base_last,eliminate_dead", &adapt);
+  pass_run_settled(fixture, "add_base_last");
+  assert_int_equal(pass_count(fixture, EGI_OP_Linear), 3);
+  assert_int_equal(pass_count(fixture, EGI_OP_AddMatMul), 1); /* beside the bias */
+  assert_int_equal(pass_count(fixture, EGI_OP_MatMul), 3 + 2);
+  assert_int_equal(pass_count(fixture, EGI_OP_Mul), 1); /* the scale that is not 1 */
+}
+
 static void frozen_adapters_have_no_gradients(void **state) {
   pass_fixture *fixture = *state;
   const egi_adapter_target target = {.path = "head", .rank = 1, .scale = 1};
@@ -526,6 +546,7 @@ int main(void) {
       TEST(unfit_logits_are_refused),
       TEST(adapters_stand_beside_their_layers),
       TEST(adapters_of_one_input_share_a_product),
+      TEST(a_layer_adds_its_adapter),
       TEST(frozen_adapters_have_no_gradients),
       TEST(targets_without_a_layer_are_named),
       TEST(graphs_share_states),

@@ -218,6 +218,10 @@ static const gradient_case cases[] = {
      "{ a = Cast <to = 1> (x)  b = engraft.Linear <storage = \"bnb4\", block_size = 4, " SIZES "> (a, w, , s)\n"
      "  c = engraft.Linear <storage = \"bnb4\", block_size = 4, " SIZES "> (a, v, , s)  y = Mul (b, c) }",
      -2, 2, 1e-2, 1e-4, NULL},
+    {"(double[3,3] x, double[3,2] z) => (float[3,2] y) <uint8[3] w = {228,27,200}, float[2] s = {0.5,0.25}>\n"
+     "{ a = Cast <to = 1> (x)  b = Cast <to = 1> (z)\n"
+     "  y = engraft.Linear <storage = \"bnb4\", block_size = 4, " SIZES "> (a, w, b, s) }",
+     -2, 2, 1e-2, 1e-4, NULL},
     {QUANTISED("uint8[3] w = {18,52,248}, float[2] s = {0.5,0.25}",
                "storage = \"bnb4\", quant_type = 0, block_size = 4, " SIZES, "s"),
      -2, 2, 1e-2, 1e-4, NULL},
