@@ -204,6 +204,33 @@ static void later_runs_are_replayed(void **state) {
   egi_module_destroy(module);
 }
 
+/* Of the contents that a plan knows, those that no step reads (the shape that a view takes) have no place on a device.
+ */
+static void known_contents_lie_apart(void **state) {
+  egi_backend apart = *egi_backend_cpu();
+  egi_module *module = parse_graph(*state, HEAD "g (float[6] x, int64[2] i) => (int64[2] z, int64[2] v)\n"
+                                                "{ s = Constant <value = int64[2] {3, 2}> () y = Reshape (x, s)\n"
+                                                "  t = Shape (y) z = Add (i, t) w = Shape (z) v = Reshape (z, w) }\n");
+  egi_store *store = NULL;
+  made one = {.module = module};
+  const int64_t given[2] = {10, 20};
+  int64_t got[2] = {0, 0};
+  apart.is_host = false;
+  assert_int_equal(egi_infer_graph(module->graphs[0]), EG_OK);
+  assert_int_equal(egi_store_create(*state, module, &apart, &store), EG_OK);
+  assert_int_equal(egi_plan_create(*state, module->graphs[0], &apart, NULL, &one.plan), EG_OK);
+  assert_int_equal(egi_session_create(store, one.plan, NULL, &one.session), EG_OK);
+  assert_int_equal(egi_session_set_input(one.session, 1, given, sizeof given), EG_OK);
+  assert_int_equal(egi_session_run(one.session), EG_OK);
+  assert_int_equal(egi_session_read_output(one.session, 0, got, sizeof got), EG_OK);
+  assert_int_equal(got[0], 13);
+  assert_int_equal(got[1], 22);
+  egi_session_destroy(one.session);
+  egi_plan_destroy(one.plan);
+  egi_store_destroy(store);
+  egi_module_destroy(module);
+}
+
 static void wrong_sizes_and_numbers_are_refused(void **state) {
   egi_module *module = NULL;
   float values[8] = {0};
@@ -343,6 +370,7 @@ int main(void) {
                                      TEST(parameters_start_from_weights),
                                      TEST(sessions_share_memory_that_grows),
                                      TEST(later_runs_are_replayed),
+                                     TEST(known_contents_lie_apart),
                                      TEST(wrong_sizes_and_numbers_are_refused),
                                      TEST(errors_of_kernels_name_the_node),
                                      TEST(long_graphs_are_planned_quickly),
