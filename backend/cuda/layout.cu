@@ -326,3 +326,20 @@ extern "C" eg_status egi_cuda_run_concat(eg_context *ctx, const egi_kernel_call 
   }
   return EG_OK;
 }
+
+/* ---- StoreState -----------------------------------------------------------------------------------------------------
+ */
+
+/* A state, which may lie in host memory, becomes x: contiguous, so that the copy engine does it. */
+extern "C" eg_status egi_cuda_prepare_store_state(egi_kernel_plan *plan) {
+  const egi_tensor *state = &plan->inputs[0], *value = &plan->inputs[1];
+  if (state->dtype != value->dtype || egi_element_bytes(state->dtype) == 0) return egi_fail_types(plan);
+  if (egi_tensor_count(state) == egi_tensor_count(value)) return EG_OK;
+  return egi_fail_node(plan->graph, plan->node, EG_ERROR_SHAPE, "state and value differ in size");
+}
+
+extern "C" eg_status egi_cuda_run_store_state(eg_context *ctx, const egi_kernel_call *call) {
+  egi_tensor state = call->inputs[1];
+  state.data = call->inputs[0].data;
+  return copy_tensor(ctx, egi_cuda_stream_of(call), &state, &call->inputs[1]);
+}
