@@ -111,6 +111,15 @@ static eg_status require_stack(const egi_gradient *gradient, const egi_ragged *r
                               "experts that are no stack have no gradient");
 }
 
+/* Weights of rows are float32 whatever the rows are. */
+static egi_value_id column_like(egi_gradient *gradient, egi_value_id row_weight, egi_value_id rows) {
+  const egi_graph *graph = gradient->emit->graph;
+  egi_value_id weight = column(gradient, row_weight);
+  eg_dtype dtype = graph->values[rows].dtype;
+  if (dtype == EG_DTYPE_UNDEFINED || graph->values[row_weight].dtype == dtype) return weight;
+  return egi_emit_cast(gradient->emit, weight, dtype);
+}
+
 static eg_status matrix_gradients(egi_gradient *gradient, const egi_ragged *ragged) {
   unsigned weight = ragged->first[EGI_RAGGED_WEIGHT], bias = ragged->first[EGI_RAGGED_BIAS];
   egi_value_id x = egi_gradient_input(gradient, EGI_RAGGED_X), dy = gradient->out_gradients[0], scaled = dy;
@@ -119,13 +128,14 @@ static eg_status matrix_gradients(egi_gradient *gradient, const egi_ragged *ragg
   EG_TRY(require_stack(gradient, ragged, EGI_RAGGED_WEIGHT));
   EG_TRY(require_stack(gradient, ragged, EGI_RAGGED_BIAS));
   if (egi_gradient_wants(gradient, weight)) {
-    if (row_weight != 0) scaled = egi_emit_binary(gradient->emit, EGI_OP_Mul, dy, column(gradient, row_weight));
+    if (row_weight != 0)
+      scaled = egi_emit_binary(gradient->emit, EGI_OP_Mul, dy, column_like(gradient, row_weight, dy));
     egi_gradient_set(gradient, weight,
                      ragged->is_transposed ? reduced(gradient, ragged, x, scaled)
                                            : reduced(gradient, ragged, scaled, x));
   }
   if (!has_bias || !egi_gradient_wants(gradient, bias)) return EG_OK;
-  right = row_weight != 0 ? column(gradient, row_weight) : ones(gradient, dy);
+  right = row_weight != 0 ? column_like(gradient, row_weight, dy) : ones(gradient, dy);
   egi_value_id sums = reduced(gradient, ragged, dy, right);
   egi_gradient_set(gradient, bias, egi_gradient_reshaped(gradient, sums, egi_gradient_input(gradient, bias)));
   return EG_OK;
