@@ -8,7 +8,7 @@ namespace {
 
 constexpr int n_threads = 256;
 constexpr int n_elements = 4; /* a thread takes side by side */
-constexpr int n_ahead = 4;    /* so many of these it reads at a time */
+constexpr int n_ahead = 4;    /* so many of these it reads at a time for a row's sum */
 constexpr int bias_columns = 32, bias_rows = 8;
 constexpr int64_t label_none = -100;
 
@@ -194,28 +194,22 @@ __global__ void __launch_bounds__(n_threads) gradient_kernel(egi_cuda_logits t, 
   for (int64_t row = blockIdx.x; row < t.rows; row += gridDim.x) {
     int64_t label = label_of(t, row);
     if (t.is_first && threadIdx.x == 0) check_label(t, row, fault);
-    constexpr int64_t step = n_threads * n_elements;
     Out *line = static_cast<Out *>(t.gradient) + row * t.stride;
     T lse = T(0), gradient = T(0);
     if (label != label_none) {
       lse = T(number_of(t.first, t.first_row + row));
       gradient = T(number_of(t.second, t.first_row + row));
     }
-    for (int64_t at = int64_t(threadIdx.x) * n_elements; at < t.columns; at += n_ahead * step) {
-      T x[n_ahead][n_elements] = {};
-#pragma unroll
-      for (int k = 0; k < n_ahead; k++)
-        if (label != label_none) load_logits(t, row, at + k * step, x[k]);
-#pragma unroll
-      for (int k = 0; k < n_ahead; k++) {
-        int64_t first = at + k * step;
-        if (first >= t.columns) break;
-        for (int i = 0; i < n_elements && label != label_none; i++) {
-          T one_hot = t.first_column + first + i == label ? T(1) : T(0);
-          x[k][i] = gradient * (one_hot - exponential(x[k][i] - lse));
+    for (int64_t at = int64_t(threadIdx.x) * n_elements; at < t.columns; at += n_threads * n_elements) {
+      T x[n_elements] = {T(0), T(0), T(0), T(0)};
+      if (label != label_none) {
+        load_logits(t, row, at, x);
+        for (int i = 0; i < n_elements; i++) {
+          T one_hot = t.first_column + at + i == label ? T(1) : T(0);
+          x[i] = gradient * (one_hot - exponential(x[i] - lse));
         }
-        store_elements(line, first, x[k]);
       }
+      store_elements(line, at, x);
     }
   }
 }
