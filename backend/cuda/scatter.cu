@@ -94,6 +94,15 @@ __device__ __forceinline__ int64_t segment_end(const segments &s, int64_t start,
   return low;
 }
 
+/* As memory of that type would hold it. */
+template <class C> __device__ __forceinline__ C rounded(C value, int dtype) {
+  uint64_t word;
+  store_number<C>(reinterpret_cast<char *>(&word), dtype, value);
+  return load_number<C>(reinterpret_cast<const char *>(&word), dtype);
+}
+
+/* Updates of a tensor are applied one after the other, each in the tensor's type; gradients are summed and rounded
+ * once. */
 template <class C> __global__ void __launch_bounds__(BLOCK_THREADS) join_segments(segments s) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * BLOCK_THREADS, total = s.outer * s.n * s.columns;
   for (int64_t t = static_cast<int64_t>(blockIdx.x) * BLOCK_THREADS + threadIdx.x; t < total; t += step) {
@@ -106,8 +115,10 @@ template <class C> __global__ void __launch_bounds__(BLOCK_THREADS) join_segment
     const int64_t row_bytes = s.columns * s.element_bytes;
     C value = load_number<C>(s.adds_to_out ? out : updates + s.positions[i] * row_bytes, s.dtype);
 #pragma unroll 4
-    for (int64_t k = s.adds_to_out ? i : i + 1; k < end; k++)
+    for (int64_t k = s.adds_to_out ? i : i + 1; k < end; k++) {
       value = join(s.method, value, load_number<C>(updates + s.positions[k] * row_bytes, s.dtype));
+      if (s.adds_to_out) value = rounded<C>(value, s.dtype);
+    }
     store_number<C>(out, s.dtype, value);
   }
 }
