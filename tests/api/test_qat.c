@@ -218,10 +218,10 @@ static void put_matrix(eg_model *other, const eg_trainer *trainer, egi_node_id f
     size_t n = (size_t)(m->rows * m->columns);
     float *w = EGI_NEW(&other->module->arena, float, n), *rounded = EGI_NEW(&other->module->arena, float, n);
     assert_true(w && rounded && to->dtype == EG_DTYPE_F32);
-    memcpy(w, to->bytes.data, n * sizeof *w);
-    for (size_t k = 0; is_transposed && k < n; k++)
-      w[k] = ((const float *)(const void *)
-                  to->bytes.data)[k % (size_t)m->columns * (size_t)m->rows + k / (size_t)m->columns];
+    for (size_t k = 0; k < n; k++) { /* the file's bytes need not be aligned */
+      size_t from = is_transposed ? k % (size_t)m->columns * (size_t)m->rows + k / (size_t)m->columns : k;
+      memcpy(&w[k], to->bytes.data + from * sizeof *w, sizeof *w);
+    }
     round_matrix(m, &rounding, w, rounded);
     memcpy(w, rounded, n * sizeof *w);
     for (size_t k = 0; is_transposed && k < n; k++)
